@@ -1,0 +1,71 @@
+# hexcomb. `make help` lists everything.
+#
+# Two environments. `.venv` is yours: setup, demo, check, lint, types, protos and slow use it, and it is kept as long as
+# pyproject.toml is unchanged. `.venv-test` belongs to `make test` alone, which deletes it and builds it anew, so that
+# what the tests prove holds for a fresh checkout. `.ci/run` is `make test`.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := node protocol coordinator
+
+# $(call phase,NAME,COMMAND): a header, the command, the seconds it took; fails as the command fails.
+define phase
+	@printf '\n==> %s\n' '$(1)'; SECONDS=0; $(2) && printf -- '--- %s: %s s\n' '$(1)' "$$SECONDS"
+endef
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: setup
+setup: ## create .venv with everything that a node on CPU and a developer need
+	@bash deploy/setup.sh --venv $(VENV) cpu,dev
+
+.PHONY: demo
+demo: setup ## a whole swarm on this machine: a coordinator, rollout nodes and trainers learn a small task
+	@$(BIN)/hexcomb-coordinator demo
+
+.PHONY: demo-chaos
+demo-chaos: setup ## the demo, while nodes are killed, stopped and slowed down
+	@$(BIN)/hexcomb-coordinator demo --chaos
+
+.PHONY: test
+test: ## everything that must be green, in a fresh environment (.venv-test); what .ci/run runs
+	$(call phase,fresh environment,bash deploy/setup.sh --fresh --venv .venv-test)
+	@$(MAKE) --no-print-directory VENV=.venv-test lint types tests
+
+.PHONY: check
+check: setup lint types ## fast: lint, types and the tests of pure code, in .venv
+	$(call phase,unit tests,$(BIN)/python -m pytest -q -m "not slow" -x $(wildcard tests/protocol tests/coordinator tests/house))
+
+.PHONY: lint
+lint: ## ruff, import rules and buf
+	$(call phase,ruff check,$(BIN)/ruff check .)
+	$(call phase,ruff format,$(BIN)/ruff format --check .)
+	$(call phase,import rules,$(BIN)/lint-imports --no-logo)
+	$(call phase,buf lint,$(BIN)/buf lint)
+
+.PHONY: types
+types: ## mypy --strict over the packages
+	$(call phase,mypy --strict,$(BIN)/mypy --strict $(PACKAGES))
+
+.PHONY: tests
+tests: ## the tests that are not slow
+	$(call phase,pytest,$(BIN)/python -m pytest -m "not slow" --durations=10)
+
+.PHONY: slow
+slow: setup ## the tests that take longer than about 20 seconds each
+	$(call phase,slow tests,$(BIN)/python -m pytest -m slow --durations=10)
+
+.PHONY: protos
+protos: setup ## generate the Python stubs from protocol/v1/*.proto
+	@$(BIN)/python -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --python_out=. --grpc_python_out=. \
+		--mypy_out=readable_stubs:. --mypy_grpc_out=only_async:. protocol/v1/*.proto
+
+.PHONY: clean
+clean: ## remove the environments and the caches
+	@rm -rf .venv .venv-test .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
