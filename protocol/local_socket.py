@@ -1,0 +1,94 @@
+"""The Unix socket on which a daemon answers its own user: one JSON line in, one JSON line out. Impure.
+
+`{"verb": "status", …}` is answered by `{"schema": 1, …}`, or by `{"error": {code, what, why, remedy}}`, which the
+caller raises again as the same class. Invariant: the socket lies in a folder that only its owner can enter, a line
+has at most `MAX_LINE_BYTES`, and a caller that says nothing is cut off.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ERRORS_BY_CODE, DaemonNotRunningError, HexcombError, UnreachableError, UsageError
+
+SCHEMA = 1
+MAX_LINE_BYTES = 4 << 20
+LINE_DEADLINE_S = 10.0
+
+Verb = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+@contextlib.asynccontextmanager
+async def answering(path: Path, verbs: Mapping[str, Verb]) -> AsyncIterator[None]:
+    """Answers at `path` while the block runs. The caller holds the home's lock, so a socket found there is stale."""
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(LINE_DEADLINE_S):
+                line = await reader.readline()
+            writer.write(json.dumps(await _answer(line, verbs)).encode() + b"\n")
+            async with asyncio.timeout(LINE_DEADLINE_S):
+                await writer.drain()
+        writer.close()
+
+    _remove(path)
+    before = os.umask(0o177)
+    try:
+        server = await asyncio.start_unix_server(on_connection, path, limit=MAX_LINE_BYTES)
+    finally:
+        os.umask(before)
+    try:
+        yield
+    finally:
+        server.close()
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+async def _answer(line: bytes, verbs: Mapping[str, Verb]) -> dict[str, Any]:
+    try:
+        request = json.loads(line)
+        verb = verbs.get(request["verb"]) if isinstance(request, dict) and "verb" in request else None
+        if verb is None:
+            raise UsageError("the daemon does not know this request", remedy="Use a command line of the same release.")
+        return {"schema": SCHEMA, **await verb(request)}
+    except (ValueError, UnicodeDecodeError) as error:
+        return _failure(UsageError("the request is not one line of JSON", why=str(error)))
+    except HexcombError as error:
+        return _failure(error)
+
+
+def _failure(error: HexcombError) -> dict[str, Any]:
+    fields = {"code": error.code, "what": error.what, "why": error.why, "remedy": error.remedy}
+    return {"schema": SCHEMA, "error": fields}
+
+
+async def ask(path: Path, verb: str, *, who: str = "daemon", deadline_s: float = 30.0, **fields: Any) -> dict[str, Any]:
+    """The answer of whoever listens at `path`. Raises the error that it answers, `DaemonNotRunningError` when nobody
+    listens, `UnreachableError` when no answer comes in time."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+            writer.write(json.dumps({"verb": verb, **fields}).encode() + b"\n")
+            answer = json.loads(await reader.readline())
+            writer.close()
+    except (FileNotFoundError, ConnectionError) as error:
+        raise DaemonNotRunningError(
+            f"no {who} runs here",
+            why=f"nobody listens at {path}",
+            remedy="Start it, or name the right folder with --home.",
+        ) from error
+    except TimeoutError as error:
+        raise UnreachableError(f"the {who} did not answer `{verb}` within {deadline_s:g} s") from error
+    if "error" in answer:
+        said = answer["error"]
+        kind = ERRORS_BY_CODE.get(said["code"], HexcombError)
+        raise kind(said["what"], why=said["why"], remedy=said["remedy"])
+    return dict(answer)

@@ -1,0 +1,135 @@
+"""A filled slot as it travels: pieces of tokens and log-probabilities, each signed by the node that sampled it. Pure.
+
+Versions and nodes change only at the edge of a piece. What is signed is a fixed-width encoding of the values
+(`Piece.message`), so one meaning has one signature. `check_rollout` is gate 2's shape and range check; it knows
+nothing of leases and versions, which are the coordinator core's to judge.
+"""
+
+import math
+import struct
+from array import array
+from dataclasses import dataclass
+from typing import Literal
+
+from protocol.errors import RolloutMalformedError
+from protocol.ids import Digest, PeerId, RunId, SlotKey, Version
+from protocol.keys import Identity, public_key_of, verify
+from protocol.manifest import digest_of
+from protocol.run import SamplingContract
+
+FinishReason = Literal["stop", "length"]
+KIND = "rollout-piece"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens of one slot, from one node and one version. `start` is the position of the first in the
+    completion; `logprobs` are natural logs at temperature 1, rounded to float32 before signing."""
+
+    node: PeerId
+    version: Version
+    start: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    signature: bytes = b""
+
+    def message(self, slot: SlotKey) -> bytes:
+        """The bytes under the signature."""
+        head = f"{slot}|{self.node}".encode()
+        counts = struct.pack("<HqiI", len(head), self.version, self.start, len(self.token_ids))
+        return counts + head + pack_ids(self.token_ids) + pack_logprobs(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """All pieces of a slot, in order, and why sampling ended."""
+
+    slot: SlotKey
+    pieces: tuple[Piece, ...]
+    finish_reason: FinishReason
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The completion."""
+        return tuple(token for piece in self.pieces for token in piece.token_ids)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """The sampler's log-probability of each token of the completion."""
+        return tuple(value for piece in self.pieces for value in piece.logprobs)
+
+    @property
+    def digest(self) -> Digest:
+        """The same for the same tokens from the same versions in the same slot, whoever signed."""
+        parts = [str(self.slot), self.finish_reason, *(f"{p.version}:{p.start}" for p in self.pieces)]
+        return digest_of("|".join(parts).encode() + pack_ids(self.token_ids) + pack_logprobs(self.logprobs))
+
+
+def pack_ids(token_ids: tuple[int, ...]) -> bytes:
+    """Token ids as little-endian int32."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def pack_logprobs(logprobs: tuple[float, ...]) -> bytes:
+    """Log-probabilities as little-endian float32."""
+    return struct.pack(f"<{len(logprobs)}f", *logprobs)
+
+
+def unpack_ids(data: bytes) -> tuple[int, ...]:
+    """The inverse of `pack_ids`. Raises `RolloutMalformedError`."""
+    if len(data) % 4:
+        raise RolloutMalformedError("token ids were refused", why="their bytes are not whole int32 values")
+    return struct.unpack(f"<{len(data) // 4}i", data)
+
+
+def unpack_logprobs(data: bytes) -> tuple[float, ...]:
+    """The inverse of `pack_logprobs`. Raises `RolloutMalformedError`."""
+    if len(data) % 4:
+        raise RolloutMalformedError("log-probabilities were refused", why="their bytes are not whole float32 values")
+    return struct.unpack(f"<{len(data) // 4}f", data)
+
+
+def to_float32(values: tuple[float, ...]) -> tuple[float, ...]:
+    """The values that survive the trip over the wire."""
+    return tuple(array("f", values))
+
+
+def sign_piece(identity: Identity, *, run_id: RunId, slot: SlotKey, piece: Piece) -> Piece:
+    """The same piece, signed by the node that sampled it."""
+    rounded = Piece(piece.node, piece.version, piece.start, piece.token_ids, to_float32(piece.logprobs))
+    signature = identity.sign(kind=KIND, run_id=run_id, payload=rounded.message(slot))
+    return Piece(rounded.node, rounded.version, rounded.start, rounded.token_ids, rounded.logprobs, signature)
+
+
+def verify_pieces(rollout: Rollout, *, run_id: RunId) -> None:
+    """Raises `UnauthenticatedError` unless each piece is signed by the node that it names."""
+    for piece in rollout.pieces:
+        key = public_key_of(piece.node)
+        verify(key, kind=KIND, run_id=run_id, payload=piece.message(rollout.slot), signature=piece.signature)
+
+
+def check_rollout(rollout: Rollout, contract: SamplingContract) -> None:
+    """Raises `RolloutMalformedError` unless the rollout has the shape and range that the contract asks for."""
+
+    def refuse(why: str) -> None:
+        raise RolloutMalformedError(f"the rollout for slot {rollout.slot} was refused", why=why)
+
+    position = 0
+    for previous, piece in zip((None, *rollout.pieces), rollout.pieces, strict=False):
+        if piece.start != position or not piece.token_ids or len(piece.token_ids) != len(piece.logprobs):
+            refuse("its pieces leave a hole, overlap, are empty or lack log-probabilities")
+        if previous is not None and piece.version < previous.version:
+            refuse("its versions go backwards")
+        position += len(piece.token_ids)
+    if not 1 <= position <= contract.max_new_tokens:
+        refuse(f"its length {position} is not between 1 and {contract.max_new_tokens}")
+    if any(not 0 <= token < contract.vocab_size for token in rollout.token_ids):
+        refuse(f"a token id is outside the vocabulary of {contract.vocab_size}")
+    if any(not math.isfinite(value) or value > 1e-3 for value in rollout.logprobs):
+        refuse("a log-probability is positive or not finite")
+    *body, last = rollout.token_ids
+    if any(token in contract.stop_ids for token in body):
+        refuse("tokens follow a stop id")
+    expected = "stop" if last in contract.stop_ids else "length"
+    if rollout.finish_reason != expected or (expected == "length" and position != contract.max_new_tokens):
+        refuse(f"its finish reason {rollout.finish_reason} does not fit its last token and length")

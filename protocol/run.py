@@ -1,0 +1,77 @@
+"""What every member of a run must agree on: model shape of work, sampling contract, optimizer, limits. Pure.
+
+The coordinator derives a `RunSpec` from the run file and hands it to each node at the start of its session; it does
+not change while the run lives.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from protocol.ids import RunId
+
+Mode = Literal["sequential", "periodic", "async"]
+Role = Literal["trainer", "rollout", "idle"]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpec:
+    """An environment by name, with the parameters that it is built with, e.g. `chain_sum` and `{"min_terms": 2}`;
+    `prompt` chooses the form of its prompts."""
+
+    name: str
+    params: dict[str, int | float | str | bool] = field(default_factory=dict)
+    prompt: Literal["question", "expression"] = "question"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingContract:
+    """How a slot must be sampled. Temperature only: truncating samplers would bias the importance weights."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """AdamW over the averaged gradient, clipped by its global norm; `warmup_versions` steps of linear warm-up."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.5
+    warmup_versions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """One training job. `groups_per_batch` groups of `group_size` slots make one version."""
+
+    run_id: RunId
+    name: str
+    environment: EnvironmentSpec
+    seed: int
+    sampling: SamplingContract
+    optimizer: OptimizerSpec
+    groups_per_batch: int
+    group_size: int
+    max_lag: int
+    mode: Mode
+    heartbeat_s: float
+    lease_s: float
+    round_s: float
+    interrupt: bool = True
+
+    def to_bytes(self) -> bytes:
+        """The spec as msgpack."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "RunSpec":
+        """The inverse of `to_bytes`; raises `msgspec.ValidationError` on anything else."""
+        return msgspec.msgpack.decode(data, type=RunSpec)

@@ -1,0 +1,135 @@
+"""Protobuf messages to the core's dataclasses and back: the only place where both are known. Pure.
+
+Reading is strict in what matters: numbers out of range and byte strings of odd length are refused as typed errors,
+before anything is built from them.
+"""
+
+from collections.abc import Sequence
+
+from protocol.errors import RolloutMalformedError
+from protocol.ids import PeerId, SlotKey, TaskKey, Version
+from protocol.manifest import SignedManifest
+from protocol.rollout import (
+    FinishReason,
+    Piece,
+    Rollout,
+    pack_ids,
+    pack_logprobs,
+    unpack_ids,
+    unpack_logprobs,
+)
+from protocol.round import SignedPlan, TrainSample
+from protocol.v1 import common_pb2, control_pb2
+
+
+def task_message(task: TaskKey) -> common_pb2.Task:
+    """The task for the wire."""
+    return common_pb2.Task(environment=task.environment, seed=task.seed, index=task.index)
+
+
+def task_key(message: common_pb2.Task) -> TaskKey:
+    """The task that came over the wire."""
+    return TaskKey(message.environment, message.seed, message.index)
+
+
+def slot_message(slot: SlotKey) -> common_pb2.Slot:
+    """The slot for the wire."""
+    return common_pb2.Slot(version=slot.version, task=task_message(slot.task), sample=slot.sample)
+
+
+def slot_key(message: common_pb2.Slot) -> SlotKey:
+    """The slot that came over the wire."""
+    return SlotKey(Version(message.version), task_key(message.task), message.sample)
+
+
+def rollout_message(rollout: Rollout) -> control_pb2.Rollout:
+    """The rollout for the wire."""
+    pieces = [
+        common_pb2.Piece(
+            node=piece.node,
+            version=piece.version,
+            start=piece.start,
+            token_ids=pack_ids(piece.token_ids),
+            logprobs=pack_logprobs(piece.logprobs),
+            signature=piece.signature,
+        )
+        for piece in rollout.pieces
+    ]
+    return control_pb2.Rollout(slot=slot_message(rollout.slot), pieces=pieces, finish_reason=rollout.finish_reason)
+
+
+def rollout_of(message: control_pb2.Rollout) -> Rollout:
+    """The rollout that came over the wire. Raises `RolloutMalformedError`."""
+    slot = slot_key(message.slot)
+    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+    if message.finish_reason not in reasons:
+        raise RolloutMalformedError(f"the rollout for slot {slot} was refused", why="its finish reason is unknown")
+    pieces = tuple(
+        Piece(
+            node=PeerId(piece.node),
+            version=Version(piece.version),
+            start=piece.start,
+            token_ids=unpack_ids(piece.token_ids),
+            logprobs=unpack_logprobs(piece.logprobs),
+            signature=piece.signature,
+        )
+        for piece in message.pieces
+    )
+    return Rollout(slot, pieces, reasons[message.finish_reason])
+
+
+def sample_message(sample: TrainSample) -> control_pb2.TrainSample:
+    """A slot of a batch for the wire."""
+    return control_pb2.TrainSample(
+        slot=sample.slot,
+        prompt_ids=pack_ids(sample.prompt_ids),
+        completion_ids=pack_ids(sample.completion_ids),
+        logprobs=pack_logprobs(sample.logprobs),
+        mask=bytes(sample.mask),
+        segment_versions=[version for version, _ in sample.segments],
+        segment_lengths=[num_tokens for _, num_tokens in sample.segments],
+        advantage=sample.advantage,
+    )
+
+
+def sample_of(message: control_pb2.TrainSample) -> TrainSample:
+    """A slot of a batch that came over the wire. Raises `RolloutMalformedError`."""
+    completion_ids = unpack_ids(message.completion_ids)
+    logprobs = unpack_logprobs(message.logprobs)
+    if not len(completion_ids) == len(logprobs) == len(message.mask) == sum(message.segment_lengths):
+        raise RolloutMalformedError(f"sample {message.slot} was refused", why="its parts differ in length")
+    versions = (Version(version) for version in message.segment_versions)
+    return TrainSample(
+        slot=message.slot,
+        prompt_ids=unpack_ids(message.prompt_ids),
+        completion_ids=completion_ids,
+        logprobs=logprobs,
+        mask=tuple(live != 0 for live in message.mask),
+        segments=tuple(zip(versions, message.segment_lengths, strict=True)),
+        advantage=message.advantage,
+    )
+
+
+def manifest_message(signed: SignedManifest) -> common_pb2.SignedDocument:
+    """A signed manifest for the wire."""
+    return common_pb2.SignedDocument(payload=signed.payload, signature=signed.signature)
+
+
+def signed_manifest(message: common_pb2.SignedDocument) -> SignedManifest:
+    """A signed manifest that came over the wire, not yet opened."""
+    return SignedManifest(message.payload, message.signature)
+
+
+def signed_plan(message: common_pb2.SignedDocument) -> SignedPlan:
+    """A signed plan that came over the wire, not yet opened."""
+    return SignedPlan(message.payload, message.signature)
+
+
+def prompt_messages(prompts: Sequence[tuple[TaskKey, tuple[int, ...]]]) -> list[control_pb2.Prompt]:
+    """Tasks with token ids for the wire."""
+    return [control_pb2.Prompt(task=task_message(key), token_ids=pack_ids(ids)) for key, ids in prompts]
+
+
+def prompts_of(messages: Sequence[control_pb2.Prompt]) -> list[tuple[TaskKey, tuple[int, ...]]]:
+    """Tasks with token ids that came over the wire. Raises `RolloutMalformedError`."""
+    return [(task_key(message.task), unpack_ids(message.token_ids)) for message in messages]
