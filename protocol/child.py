@@ -182,7 +182,6 @@ class ChildProcess:
         import_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = {**os.environ, "PYTHONPATH": import_path, "PYTHONUNBUFFERED": "1", **env}
         descriptor, log_start = open_log(log_path)
-        group = await ProcessGroup.start()
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", module, "--socket", str(socket_path), *args),
@@ -190,13 +189,15 @@ class ChildProcess:
                 stdout=descriptor,
                 stderr=descriptor,
                 env=environment,
-                process_group=group.group_id,
+                start_new_session=True,
             )
-        except BaseException:
-            await group.close()
-            raise
         finally:
             os.close(descriptor)
+        try:
+            group = await ProcessGroup.around(process)
+        except BaseException:
+            process.kill()
+            raise
         name = module.removeprefix("node.").removesuffix(".worker")
         return cls(name, group, process, log_path=log_path, log_start=log_start)
 

@@ -1,8 +1,8 @@
 """The process group of one child, its guard, its run-time folder and its log. Impure.
 
-Invariant: nothing in the group outlives the daemon. A guard, a shell that reads from a pipe of which only the
-daemon holds the other end, leads the group and kills it when that pipe closes, however the daemon ended. So
-what a child starts (a network daemon, engine workers) goes too, as long as it stays in the group.
+Invariant: nothing in the group outlives the daemon. The child leads a session of its own; a guard, a shell that
+reads from a pipe of which only the daemon holds the other end, kills the child's group when that pipe closes, however
+the daemon ended. So what a child starts (a network daemon, engine workers) goes too, as long as it stays in the group.
 """
 
 import asyncio
@@ -15,34 +15,33 @@ from protocol.errors import MachineUnfitError
 
 MAX_LOG_BYTES = 8 * 2**20
 NUM_TAIL_LINES = 20
-_GUARD = "read -r _; kill -KILL 0"
+_GUARD = 'read -r _; kill -s KILL -- "-$1"'
 
 
 class ProcessGroup:
-    """A group of processes with a guard; `group_id` is for those that shall join it."""
+    """The group that a child leads, with its guard."""
 
-    def __init__(self, guard: asyncio.subprocess.Process, lifeline: int) -> None:
-        self._guard, self._lifeline = guard, lifeline
-        self.group_id = guard.pid
+    def __init__(self, group_id: int, guard: asyncio.subprocess.Process, lifeline: int) -> None:
+        self.group_id, self._guard, self._lifeline = group_id, guard, lifeline
 
     @classmethod
-    async def start(cls) -> Self:
-        """A group with nobody in it but its guard."""
+    async def around(cls, leader: asyncio.subprocess.Process) -> Self:
+        """Guards the group of `leader`, which was started in a session of its own."""
         read_end, lifeline = os.pipe()  # neither is inherited, except the one end by the guard
         try:
             guard = await asyncio.create_subprocess_exec(
-                *("/bin/sh", "-c", _GUARD),
+                *("/bin/sh", "-c", _GUARD, "guard", str(leader.pid)),
                 stdin=read_end,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
-                process_group=0,
+                start_new_session=True,
             )
         except BaseException:
             os.close(lifeline)
             raise
         finally:
             os.close(read_end)
-        return cls(guard, lifeline)
+        return cls(leader.pid, guard, lifeline)
 
     def kill(self) -> None:
         """SIGKILL to everyone in the group; may be called again."""
@@ -52,8 +51,10 @@ class ProcessGroup:
             return
 
     async def close(self) -> None:
-        """Kills the group and buries the guard; to be called once."""
+        """Kills the group, then the guard, which else would kill whoever gets the group's number next; to be called
+        once."""
         self.kill()
+        self._guard.kill()
         os.close(self._lifeline)
         await self._guard.wait()
 

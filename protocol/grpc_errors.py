@@ -1,8 +1,9 @@
 """How an error of the tree crosses gRPC, in both directions.
 
-The status code says what kind of trouble it is to anything that speaks gRPC; the error itself travels beside it as
-trailing metadata (`TRAILER`). Invariant: what a server raises by `to_status` comes back from `from_rpc_error` as the
-same class with the same sentence, and whatever else a call fails with becomes an error of the tree too.
+The status code says what kind of trouble it is to anything that speaks gRPC; the error itself travels
+beside it as trailing metadata (`TRAILER`). Invariant: what a server raises by `to_status` comes back from
+`from_rpc_error` as the same class with the same sentence, and whatever else a call fails with becomes an
+error of the tree too.
 """
 
 from typing import Any, NoReturn
@@ -56,7 +57,8 @@ async def abort_with(context: Any, error: HexcombError) -> NoReturn:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, *, doing: str = "a call") -> HexcombError:
-    """The error that a failed call stands for; `doing` completes "<doing> failed" where the server sent none."""
+    """The error that a failed call stands for; `doing` completes "<doing> failed" where the server sent
+    none."""
     trailer = _find_trailer(error)
     if trailer is not None:
         kind = ERRORS_BY_CODE.get(trailer.code, RefusedError)

@@ -1,6 +1,8 @@
-"""Channel and server arguments on which both sides must agree: message size, signs of life, no compression. Pure.
+"""Channel and server arguments on which both sides must agree: message size, signs of life, no compression.
+Pure.
 
-A client that pings more often than its server allows is thrown out by gRPC, so the two halves stand together here.
+A client that pings more often than its server allows is thrown out by gRPC, so the two halves stand
+together here.
 """
 
 MAX_MESSAGE_BYTES = 16 << 20

@@ -1,0 +1,152 @@
+"""The single writer: events go in through a queue, are decided by the core, and are answered once durable. Not pure.
+
+Invariants: one task alone calls the core and the journal; nobody hears of a decision before its COMMIT; a failed
+COMMIT (or a bug in the core) ends `run`, and with it the process, since memory and disk may differ. Refusals are
+counted and never journaled.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from coordinator.core import events as e
+from coordinator.core.effects import Effect
+from coordinator.core.facts import RolloutAccepted, VersionCommitted
+from coordinator.core.handle import Core, Decision
+from coordinator.core.replies import Enrolment, Grant, Receipt, Reply
+from coordinator.journal import Entry, Journal
+from protocol.errors import HexcombError, JournalError
+from protocol.ids import Digest, SlotKey, Version
+from protocol.manifest import Body, SignedManifest
+
+MAX_BATCH = 64
+MAX_QUEUED = 1024
+MAX_EFFECTS = 65_536
+
+Sealer = Callable[[Version, Body, Digest | None, int], SignedManifest]
+"""(version, body, digest of the manifest before, now in ms) -> the manifest, signed."""
+
+Attachments = tuple[tuple[SlotKey, bytes], ...]
+"""Bodies of the rollouts that an event hands in; kept if their slots are accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    event: e.Event
+    attachments: Attachments
+    answer: asyncio.Future[Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    request: _Request
+    result: Decision | HexcombError
+
+
+class Authority:
+    """`effects` holds what the shell must do, in order; its one reader must keep up. `refusals` counts by code."""
+
+    def __init__(self, core: Core, journal: Journal, *, clock: Callable[[], int], sealer: Sealer) -> None:
+        self.core = core
+        self.effects: asyncio.Queue[Effect] = asyncio.Queue(MAX_EFFECTS)
+        self.refusals: Counter[str] = Counter()
+        self._journal, self._clock, self._sealer = journal, clock, sealer
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue(MAX_QUEUED)
+        self._under_way: list[_Request] = []
+        self._end: JournalError | None = None
+        newest = journal.reader.newest_manifest()
+        self._previous: Digest | None = newest.digest if newest else None
+
+    @overload
+    async def submit(self, event: e.InviteRedeemed, attachments: Attachments = ()) -> Enrolment: ...
+    @overload
+    async def submit(self, event: e.WorkRequested, attachments: Attachments = ()) -> Grant: ...
+    @overload
+    async def submit(self, event: e.RolloutSubmitted, attachments: Attachments = ()) -> Receipt: ...
+    @overload
+    async def submit(self, event: e.Event, attachments: Attachments = ()) -> Reply: ...
+    async def submit(self, event: e.Event, attachments: Attachments = ()) -> Reply:
+        """The core's answer, once what it decided is durable. Raises the refusal, or `JournalError` if the authority
+        has ended. A caller that gives up waiting does not undo the event."""
+        if self._end is not None:
+            raise self._end
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        await self._requests.put(_Request(event, attachments, answer))
+        if self._end is not None:  # it ended while this waited for room, and nobody empties the queue any more
+            raise self._end
+        return await answer
+
+    async def run(self) -> None:
+        """Serves the queue until cancelled; raises when a decision could not be made durable."""
+        try:
+            while True:
+                self._under_way = [await self._requests.get()]
+                while len(self._under_way) < MAX_BATCH and not self._requests.empty():
+                    self._under_way.append(self._requests.get_nowait())
+                await self._serve()
+        finally:
+            self._fail_waiting()
+
+    async def manifest(self, version: Version) -> SignedManifest | None:
+        """A committed version's manifest, as signed."""
+        return await asyncio.to_thread(self._journal.reader.manifest, version)
+
+    async def rollout_bodies(self, slots: Sequence[SlotKey]) -> list[bytes]:
+        """What was handed in for accepted slots, in order. Raises `JournalError` if one is no longer kept."""
+        return await asyncio.to_thread(self._journal.reader.rollout_bodies, slots)
+
+    async def _serve(self) -> None:
+        outcomes: list[_Outcome] = []
+        entries: list[Entry] = []
+        for request in self._under_way:
+            now_ms = self._clock()
+            try:
+                decision = self.core.handle(request.event, now_ms)
+            except HexcombError as refusal:
+                self.refusals[refusal.code] += 1
+                outcomes.append(_Outcome(request, refusal))
+                continue
+            outcomes.append(_Outcome(request, decision))
+            if decision.facts:
+                entries.append(self._entry(request, decision, now_ms))
+        if entries:
+            await asyncio.to_thread(self._journal.append, entries, state=self.core.state)
+        self._under_way = []
+        for outcome in outcomes:
+            self._publish(outcome)
+
+    def _entry(self, request: _Request, decision: Decision, now_ms: int) -> Entry:
+        accepted = {fact.slot for fact in decision.facts if isinstance(fact, RolloutAccepted)}
+        bodies = tuple((slot, body) for slot, body in request.attachments if slot in accepted)
+        manifests: list[tuple[Version, SignedManifest]] = []
+        for fact in decision.facts:
+            if isinstance(fact, VersionCommitted):
+                signed = self._sealer(fact.version, fact.body, self._previous, now_ms)
+                self._previous = signed.digest
+                manifests.append((fact.version, signed))
+        return Entry(now_ms, decision.facts, bodies, tuple(manifests))
+
+    def _publish(self, outcome: _Outcome) -> None:
+        answer, result = outcome.request.answer, outcome.result
+        if isinstance(result, Decision):
+            for effect in result.effects:
+                self.effects.put_nowait(effect)
+        if answer.done():
+            return
+        if isinstance(result, Decision):
+            answer.set_result(result.reply)
+        else:
+            answer.set_exception(result)
+
+    def _fail_waiting(self) -> None:
+        self._end = JournalError(
+            "the coordinator takes no more events",
+            why="it is stopping, or its journal could not be written",
+            remedy="Try again when it is back.",
+        )
+        waiting = [*self._under_way, *(self._requests.get_nowait() for _ in range(self._requests.qsize()))]
+        for request in waiting:
+            if not request.answer.done():
+                request.answer.set_exception(self._end)

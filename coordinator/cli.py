@@ -1,0 +1,143 @@
+"""`hexcomb-coordinator`: the organizer's commands. What is heavy is imported by the command that needs it.
+
+Data goes to standard output, words about it to standard error; an error says what happened, why and what to do, and
+ends the process with the exit code of its class.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import platformdirs
+import typer
+
+from protocol.errors import HexcombError, UsageError
+
+app = typer.Typer(
+    name="hexcomb-coordinator",
+    help="Organize a run: start its coordinator, invite nodes, watch it.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+)
+invite_app = typer.Typer(help="Invitations to the run.", no_args_is_help=True)
+app.add_typer(invite_app, name="invite")
+
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+DEFAULT_HOME = platformdirs.user_data_path("hexcomb-coordinator")
+
+HomeOption = Annotated[
+    Path, typer.Option("--home", envvar="HEXCOMB_COORDINATOR_HOME", help="The coordinator's home folder.")
+]
+
+
+@app.command()
+def serve(
+    run_file: Annotated[Path, typer.Argument(help="The run file (TOML).")],
+    home: HomeOption = DEFAULT_HOME,
+) -> None:
+    """Start the coordinator of a run and serve until interrupted.
+
+    Example: hexcomb-coordinator serve run.toml
+    """
+    import uvloop
+
+    from coordinator.home import CoordinatorHome
+    from coordinator.server import Coordinator
+    from coordinator.settings import read_run_file
+
+    run = read_run_file(run_file)
+    coordinator_home = CoordinatorHome.ensure(home)
+    with coordinator_home.hold():
+        uvloop.run(Coordinator(coordinator_home, run).serve())
+
+
+@invite_app.command("create")
+def invite_create(
+    home: HomeOption = DEFAULT_HOME,
+    uses: Annotated[int, typer.Option(min=1, max=100_000, help="How many nodes may use it.")] = 1,
+    expires: Annotated[str, typer.Option(help="How long it holds: 90m, 24h, 7d.")] = "24h",
+    role: Annotated[str, typer.Option(help="auto, trainer or rollout.")] = "auto",
+) -> None:
+    """Print a one-line invite for `join-swarm`. It is a secret: whoever has it can join.
+
+    Example: hexcomb-coordinator invite create --uses 10 --expires 7d
+    """
+    from coordinator.home import CoordinatorHome
+    from protocol.local_socket import ask
+
+    if role not in ("auto", "trainer", "rollout"):
+        raise UsageError(f"role {role!r} is unknown", remedy="Choose auto, trainer or rollout.")
+    where = CoordinatorHome.open(home).socket
+    expires_s = duration_s(expires)
+    answer = asyncio.run(ask(where, "invite", who="coordinator", uses=uses, expires_s=expires_s, role=role))
+    typer.echo(answer["invite"])
+
+
+@app.command()
+def status(
+    home: HomeOption = DEFAULT_HOME,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON.")] = False,
+) -> None:
+    """Show the run as it stands.
+
+    Example: hexcomb-coordinator status --json
+    """
+    from coordinator.demo_view import summary
+    from coordinator.home import CoordinatorHome
+    from coordinator.page_client import http_get
+    from protocol.errors import DaemonNotRunningError
+
+    page = CoordinatorHome.open(home).read_addresses().get("status", "")
+    try:
+        text = asyncio.run(http_get(page + "api/v1/status"))
+    except (OSError, ValueError, TimeoutError) as error:
+        raise DaemonNotRunningError(
+            "the coordinator does not answer", why=str(error), remedy="Start it with `hexcomb-coordinator serve`."
+        ) from error
+    typer.echo(text if as_json else summary(json.loads(text)))
+
+
+@app.command()
+def demo(
+    nodes: Annotated[int, typer.Option(min=2, max=16, help="How many nodes; half of them train, at most two.")] = 4,
+    engine: Annotated[str, typer.Option(help="mixed, vllm or transformers.")] = "mixed",
+    task: Annotated[str, typer.Option(help="A reasoning-gym environment that the demo knows.")] = "chain_sum",
+    chaos: Annotated[bool, typer.Option(help="Kill a rollout node, a trainer and the coordinator on the way.")] = False,
+    versions: Annotated[int | None, typer.Option(min=1, help="Stop after so many versions.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Work in this folder and leave it there.")] = None,
+) -> None:
+    """Run a whole swarm on this machine until it has learned: separate processes that join by invite.
+
+    Example: hexcomb-coordinator demo --nodes 4
+    """
+    from coordinator.demo_settings import start_demo
+
+    learned = start_demo(num_nodes=nodes, engine=engine, task=task, chaos=chaos, num_versions=versions, keep=keep)
+    raise typer.Exit(0 if learned else 1)
+
+
+def duration_s(text: str) -> float:
+    """Seconds of `90s`, `90m`, `24h`, `7d`. Raises `UsageError`."""
+    number, unit = text[:-1], text[-1:]
+    if not number.isdecimal() or unit not in UNITS_S or int(number) == 0:
+        raise UsageError(f"{text!r} is no duration", remedy="Write a number and s, m, h or d, such as 24h.")
+    return float(int(number) * UNITS_S[unit])
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app(standalone_mode=True)
+    except HexcombError as error:
+        print(f"error: {error.sentence()}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

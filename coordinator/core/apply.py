@@ -1,0 +1,261 @@
+"""The only code that changes `State`: one function from a fact to the state after it. Pure.
+
+`apply` decides nothing and refuses nothing; a fact that does not fit the state is a bug and fails an assertion or a
+look-up. Every change of a slot's status goes through `_move`, which keeps the books.
+"""
+
+from bisect import insort
+from typing import assert_never
+
+from coordinator.core import facts as f
+from coordinator.core.state import (
+    Batch,
+    Group,
+    Invite,
+    Lease,
+    Node,
+    Retired,
+    Round,
+    Slot,
+    State,
+    Status,
+    VersionRecord,
+)
+from protocol.ids import LeaseId, SlotKey
+from protocol.lag import lag
+
+HISTORY = 1000
+"""Versions that the state remembers for the status page."""
+
+STRIKES_TO_FAIL = 3
+"""So many failed attempts in a row, and a trainer's seat goes to another node if one can take it."""
+
+MAX_DOUBLINGS = 6
+"""A trainer's n-th strike in a row leaves it out of the next 2 ** (n - 1) versions, up to this exponent."""
+
+MAX_CREDIT = 1 << 16
+
+MAX_EVALUATIONS_DUE = 8
+"""Evaluations that nobody could do are forgotten, oldest first."""
+
+
+def apply(state: State, fact: f.Fact) -> None:
+    """Changes `state` to what it is after `fact`."""
+    match fact:
+        case f.Started():
+            state.epoch = fact.epoch
+        case f.InviteMade():
+            state.invites[fact.invite_id] = Invite(fact.mac_key, fact.num_uses, fact.expires_ms, fact.role)
+        case f.NodeEnrolled():
+            state.invites[fact.invite_id].num_used += 1
+            state.nodes[fact.peer_id] = Node(fact.invite_id, fact.role, fact.enrolled_ms)
+        case f.RoleGiven():
+            _give_role(state, fact)
+        case f.NodeLost():
+            state.num_vacant_seats += state.roles.pop(fact.peer_id) == "trainer"
+            state.nodes[fact.peer_id].num_losses += 1
+        case f.TrainersFailed():
+            for peer_id in fact.peer_ids:
+                state.nodes[peer_id].num_strikes = STRIKES_TO_FAIL
+        case f.VersionCommitted():
+            _commit(state, fact)
+        case f.LeaseGranted():
+            _grant(state, fact)
+        case f.LeaseClosed():
+            _close(state, fact)
+        case f.SlotGivenBack():
+            _give_back(state, fact)
+        case f.RolloutAccepted():
+            _accept(state, fact)
+        case f.RewardRecorded():
+            _reward(state, fact)
+        case f.SlotDropped():
+            _move(state, _slot(state, fact.slot), "dropped")
+        case f.GroupDropped():
+            _drop_group(state, fact)
+        case f.RoundSealed():
+            _seal(state, fact)
+        case f.RoundAborted():
+            _abort(state, fact)
+        case f.EvaluationRecorded():
+            record = state.record(fact.version)
+            if record is not None:
+                record.accuracy, record.num_tasks = fact.accuracy, fact.num_tasks
+            state.evaluations_due = [v for v in state.evaluations_due if v != fact.version]
+        case _:
+            assert_never(fact)
+
+
+def _slot(state: State, key: SlotKey) -> Slot:
+    slot = state.find(key)
+    assert slot is not None, f"no slot {key}"
+    return slot
+
+
+def _move(state: State, slot: Slot, status: Status) -> None:
+    state.tally[slot.status] -= 1
+    state.tally[status] += 1
+    slot.status = status
+
+
+def _give_role(state: State, fact: f.RoleGiven) -> None:
+    state.roles[fact.peer_id] = fact.role
+    state.roles_given = True
+    node = state.nodes[fact.peer_id]
+    node.num_strikes = node.left_out_until = 0
+    if fact.role == "trainer":
+        state.num_vacant_seats = max(0, state.num_vacant_seats - 1)
+
+
+def _grant(state: State, fact: f.LeaseGranted) -> None:
+    for opened in fact.opened:
+        index = opened.task.index
+        state.groups[index] = Group(opened.task, opened.version, [Slot() for _ in range(opened.num_slots)])
+        state.next_index = index + 1
+        state.num_issued += opened.num_slots
+        state.tally["waiting"] += opened.num_slots
+        for sample in range(opened.num_slots):
+            insort(state.waiting, (index, sample))
+    claimed = {(key.task.index, key.sample) for key in fact.slots}
+    state.waiting = [place for place in state.waiting if place not in claimed]
+    for key in fact.slots:
+        slot = _slot(state, key)
+        _move(state, slot, "leased")
+        slot.lease_id = fact.lease_id
+    state.leases[fact.lease_id] = Lease(fact.peer_id, fact.deadline_ms, sorted(claimed))
+    state.nodes[fact.peer_id].num_leased += len(claimed)
+    state.claims["granted"] += len(claimed)
+    state.claims["open"] += len(claimed)
+
+
+def _close(state: State, fact: f.LeaseClosed) -> None:
+    if fact.how == "expired":
+        node = state.nodes[state.leases[fact.lease_id].peer_id]
+        node.credit //= 2
+        node.num_late += 1
+    for place in list(state.leases[fact.lease_id].slots):
+        _end_claim(state, fact.lease_id, place, how=fact.how)
+        _wait_again(state, place)
+    del state.leases[fact.lease_id]
+
+
+def _give_back(state: State, fact: f.SlotGivenBack) -> None:
+    place = (fact.slot.task.index, fact.slot.sample)
+    _end_claim(state, fact.lease_id, place, how="returned")
+    _wait_again(state, place)
+    state.num_stale_returns += 1
+
+
+def _end_claim(state: State, lease_id: LeaseId, place: tuple[int, int], *, how: f.LeaseEnd) -> None:
+    lease = state.leases[lease_id]
+    lease.slots.remove(place)
+    state.nodes[lease.peer_id].num_leased -= 1
+    state.claims["open"] -= 1
+    state.claims[how] += 1
+
+
+def _wait_again(state: State, place: tuple[int, int]) -> None:
+    slot = state.groups[place[0]].slots[place[1]]
+    _move(state, slot, "waiting")
+    slot.lease_id = None
+    insort(state.waiting, place)
+
+
+def _accept(state: State, fact: f.RolloutAccepted) -> None:
+    _end_claim(state, fact.lease_id, (fact.slot.task.index, fact.slot.sample), how="filled")
+    slot = _slot(state, fact.slot)
+    _move(state, slot, "accepted")
+    slot.lease_id, slot.peer_id = None, fact.peer_id
+    slot.digest, slot.segments = fact.digest, fact.segments
+    node = state.nodes[fact.peer_id]
+    node.num_accepted += 1
+    node.credit, node.num_late = min(node.credit + 1, MAX_CREDIT), 0
+    node.num_tokens += sum(length for _, length in fact.segments)
+
+
+def _reward(state: State, fact: f.RewardRecorded) -> None:
+    slot = _slot(state, fact.slot)
+    slot.reward = fact.reward
+    _move(state, slot, "failed" if fact.reward is None else "scored")
+    if state.groups[fact.slot.task.index].is_complete:
+        insort(state.complete, fact.slot.task.index)
+
+
+def _drop_group(state: State, fact: f.GroupDropped) -> None:
+    for slot in state.groups[fact.index].slots:
+        if slot.status == "scored":
+            _move(state, slot, "dropped" if fact.reason == "stale" else "filtered")
+    state.complete.remove(fact.index)
+    state.num_groups_dropped += 1
+    _retire(state, fact.index)
+
+
+def _retire(state: State, index: int) -> None:
+    group = state.groups.pop(index)
+    for slot in group.slots:
+        state.retired_tally[slot.status] += 1
+    fills = tuple((s.peer_id, s.digest) if s.peer_id and s.digest else None for s in group.slots)
+    state.retired[index] = Retired(group.task, group.version, state.versions[-1].version, fills)
+
+
+def _seal(state: State, fact: f.RoundSealed) -> None:
+    if state.batch is None:
+        state.batch = Batch(fact.base_version, fact.max_lag, fact.groups, fact.num_tokens)
+        state.complete = [index for index in state.complete if index not in fact.groups]
+        for _, keys in fact.shares:
+            for key in keys:
+                _move(state, _slot(state, key), "in_round")
+    state.batch.num_attempts += 1
+    state.round = Round(fact.round_id, fact.members, fact.shares, fact.shards, fact.sealed_ms, fact.deadline_ms)
+
+
+def _abort(state: State, fact: f.RoundAborted) -> None:
+    assert state.batch is not None
+    state.round = None
+    for peer_id in fact.suspects:
+        node = state.nodes[peer_id]
+        node.num_strikes += 1
+        node.left_out_until = state.batch.base_version + 2 ** min(node.num_strikes - 1, MAX_DOUBLINGS)
+    state.num_aborted += 1
+    state.num_diverged += fact.reason == "DIVERGED"
+
+
+def _commit(state: State, fact: f.VersionCommitted) -> None:
+    state.versions.append(VersionRecord(fact.version, fact.root, fact.committed_ms, fact.round_id, fact.metrics))
+    del state.versions[:-HISTORY]
+    state.head_body = fact.body
+    state.base_root = state.base_root or fact.root
+    state.roots[fact.version] = fact.root
+    if state.batch is not None and state.round is not None:
+        _train(state, state.batch, state.round)
+    state.roots = {version: root for version, root in state.roots.items() if version >= fact.keep_from}
+    state.retired = {i: group for i, group in state.retired.items() if group.at_version >= fact.keep_from}
+    if fact.evaluate:
+        state.evaluations_due = [*state.evaluations_due, fact.version][-MAX_EVALUATIONS_DUE:]
+
+
+def _count_trained(state: State, batch: Batch, slot: Slot) -> None:
+    assert slot.peer_id is not None
+    state.nodes[slot.peer_id].num_trained += 1
+    for version, length in slot.segments:
+        age = lag(v_train=batch.base_version, v_token=version)
+        if age > batch.max_lag:
+            state.num_tokens_masked += length
+        else:
+            state.lag_histogram[age] = state.lag_histogram.get(age, 0) + length
+
+
+def _train(state: State, batch: Batch, round_: Round) -> None:
+    for index in batch.groups:
+        for slot in state.groups[index].slots:
+            if slot.status == "in_round":
+                _move(state, slot, "trained")
+                _count_trained(state, batch, slot)
+        _retire(state, index)
+    for peer_id in round_.peer_ids:
+        node = state.nodes[peer_id]
+        node.num_rounds += 1
+        node.num_strikes = node.left_out_until = 0
+    state.num_groups_trained += len(batch.groups)
+    state.num_tokens_trained += batch.num_tokens
+    state.batch = state.round = None

@@ -1,0 +1,124 @@
+"""Who trains and who generates: one pure function from measured rates to roles.
+
+Invariants: the answer depends on nothing but its arguments, ties are broken by peer id; a living node keeps its role,
+with two exceptions that keep the swarm going: the best rollout node takes the seat of a lost trainer if another
+rollout node remains, and the slowest trainer generates if no rollout node is left. A trainer must be reachable and
+must have a training rate. A node alone becomes trainer if it can: the role whose work (fetch, warm up) takes longest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.core.events import Capability, InviteRole
+from protocol.ids import PeerId
+from protocol.run import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A living node. One whose `capability` is not known (again) yet keeps its role and gets no other."""
+
+    peer_id: PeerId
+    allowed: InviteRole
+    capability: Capability | None
+    role: Role | None
+
+    @property
+    def can_train(self) -> bool:
+        """Whether it may be given a trainer's seat."""
+        known = self.capability
+        return self.allowed != "rollout" and known is not None and known.reachable and known.train_tokens_per_s > 0
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether it may be given rollouts to fill."""
+        return self.allowed != "trainer" and self.capability is not None
+
+    @property
+    def rank(self) -> tuple[bool, float, PeerId]:
+        """Best trainer first: who may do nothing else, then who trains fastest."""
+        rate = self.capability.train_tokens_per_s if self.capability else 0.0
+        return (self.allowed != "trainer", -rate, self.peer_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A role, and why, for people."""
+
+    role: Role
+    reason: str
+
+
+def wanted_trainers(num_nodes: int, *, num_trainers: int | None, num_rollouts: int | None) -> int:
+    """Seats for trainers: as pinned, else about one in four nodes; one node at least generates if there are two."""
+    if num_nodes == 0:
+        return 0
+    if num_trainers is not None:
+        wanted = num_trainers
+    elif num_rollouts is not None:
+        wanted = num_nodes - num_rollouts
+    else:
+        wanted = (num_nodes + 2) // 4
+    return min(max(1, wanted), max(1, num_nodes - 1))
+
+
+def decide_roles(
+    candidates: Sequence[Candidate],
+    *,
+    num_trainers: int | None,
+    num_rollouts: int | None,
+    num_vacant_seats: int = 0,
+) -> dict[PeerId, Given]:
+    """The roles that change, by node. `num_vacant_seats` counts lost trainers that were not replaced yet."""
+    wanted = wanted_trainers(len(candidates), num_trainers=num_trainers, num_rollouts=num_rollouts)
+    given: dict[PeerId, Given] = {}
+    trainers = [c for c in candidates if c.role == "trainer"]
+    rollouts = [c for c in candidates if c.role == "rollout"]
+    free = sorted((c for c in candidates if c.role in (None, "idle")), key=lambda c: c.rank)
+
+    for node in [c for c in free if c.can_train][: max(0, wanted - len(trainers))]:
+        given[node.peer_id] = Given("trainer", "among the fastest at training")
+        trainers.append(node)
+    for node in [c for c in free if c.peer_id not in given and c.can_generate]:
+        if num_rollouts is not None and len(rollouts) >= num_rollouts:
+            break
+        given[node.peer_id] = Given("rollout", "generates rollouts")
+        rollouts.append(node)
+
+    _fill_vacancy(given, trainers, rollouts, num_seats=min(wanted - len(trainers), num_vacant_seats))
+    _keep_one_generating(given, trainers, rollouts, num_rollouts=num_rollouts)
+    for node in free:
+        if node.peer_id not in given and node.role is None:
+            given[node.peer_id] = Given("idle", _why_idle(node))
+    return given
+
+
+def _fill_vacancy(
+    given: dict[PeerId, Given], trainers: list[Candidate], rollouts: list[Candidate], *, num_seats: int
+) -> None:
+    num_seats = max(num_seats, 0 if trainers else 1)
+    for node in sorted((c for c in rollouts if c.can_train), key=lambda c: c.rank)[:num_seats]:
+        if len(rollouts) < 2:
+            return
+        given[node.peer_id] = Given("trainer", "takes the seat of a lost trainer")
+        rollouts.remove(node)
+        trainers.append(node)
+
+
+def _keep_one_generating(
+    given: dict[PeerId, Given],
+    trainers: list[Candidate],
+    rollouts: list[Candidate],
+    *,
+    num_rollouts: int | None,
+) -> None:
+    able = sorted((c for c in trainers if c.can_generate), key=lambda c: c.rank)
+    if rollouts or num_rollouts == 0 or len(trainers) < 2 or not able:
+        return
+    given[able[-1].peer_id] = Given("rollout", "no other node is left to generate")
+
+
+def _why_idle(node: Candidate) -> str:
+    if node.allowed == "trainer" and not node.can_train:
+        return "a trainer must be reachable and have a training rate"
+    return "enough nodes do what this one may do"

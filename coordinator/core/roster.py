@@ -1,0 +1,124 @@
+"""Who is alive, and in which role. Pure.
+
+Invariants: a node without a sign of life for three heartbeats is lost, as is one whose stream broke and that was not
+seen again within two; a lost node holds no lease and no role. After a restart every node with a role has three
+heartbeats to come back.
+"""
+
+from coordinator.core.apply import STRIKES_TO_FAIL
+from coordinator.core.effects import AssignRole, CancelLeases
+from coordinator.core.events import CapabilityLearned, NodeSeen, SessionEnded
+from coordinator.core.facts import LeaseClosed, LeaseEnd, NodeLost, RoleGiven
+from coordinator.core.roles import Candidate, decide_roles
+from coordinator.core.soft import Sighting
+from coordinator.core.turn import Turn
+from protocol.ids import PeerId
+from protocol.run import Role
+
+HEARTBEATS_TO_LOSS = 3
+HEARTBEATS_AFTER_BREAK = 2
+
+
+def see(turn: Turn, event: NodeSeen) -> None:
+    """Notes a sign of life. Raises `NotEnrolledError`."""
+    turn.require_enrolled(event.peer_id)
+    before = turn.soft.live.get(event.peer_id)
+    turn.soft.live[event.peer_id] = Sighting(event.presence, turn.now_ms)
+    if before is None:
+        turn.soft.newcomer_ms = turn.now_ms
+        turn.soft.roles_dirty = True
+
+
+def learn(turn: Turn, event: CapabilityLearned) -> None:
+    """Notes what a node can do. Raises `NotEnrolledError`."""
+    turn.require_enrolled(event.peer_id)
+    if turn.soft.capabilities.get(event.peer_id) != event.capability:
+        turn.soft.capabilities[event.peer_id] = event.capability
+        turn.soft.roles_dirty = True
+
+
+def end_session(turn: Turn, event: SessionEnded) -> None:
+    """Notes that a node's stream broke."""
+    sighting = turn.soft.live.get(event.peer_id)
+    if sighting is not None and sighting.ended_ms is None:
+        sighting.ended_ms = turn.now_ms
+
+
+def watch_nodes(turn: Turn) -> None:
+    """Loses the nodes that were silent for too long."""
+    heartbeat_ms = round(turn.rules.spec.heartbeat_s * 1000)
+    for peer_id, sighting in list(turn.soft.live.items()):
+        if turn.now_ms - sighting.seen_ms > HEARTBEATS_TO_LOSS * heartbeat_ms:
+            _lose(turn, peer_id, f"no sign of life for {HEARTBEATS_TO_LOSS} heartbeats")
+        elif sighting.ended_ms is not None and (
+            turn.now_ms - sighting.ended_ms > HEARTBEATS_AFTER_BREAK * heartbeat_ms
+        ):
+            _lose(turn, peer_id, "its stream broke and it did not come back")
+    if turn.now_ms - (turn.soft.started_ms or 0) > HEARTBEATS_TO_LOSS * heartbeat_ms:
+        for peer_id in [peer for peer in turn.state.roles if peer not in turn.soft.live]:
+            _lose(turn, peer_id, "it did not come back after the coordinator's restart")
+
+
+def _lose(turn: Turn, peer_id: PeerId, reason: str) -> None:
+    turn.soft.live.pop(peer_id, None)
+    turn.soft.tardy.discard(peer_id)
+    turn.soft.roles_dirty = True
+    if peer_id in turn.state.roles:
+        close_leases_of(turn, peer_id, how="expired")
+        turn.emit(NodeLost(peer_id, reason))
+
+
+def close_leases_of(turn: Turn, peer_id: PeerId, *, how: LeaseEnd) -> None:
+    """Takes all leases of a node back, and tells it if it is alive."""
+    held = tuple(key for key, lease in turn.state.leases.items() if lease.peer_id == peer_id)
+    for lease_id in held:
+        turn.emit(LeaseClosed(lease_id, how))
+    if held and peer_id in turn.soft.live:
+        turn.ask(CancelLeases(peer_id, held))
+
+
+def assign_roles(turn: Turn) -> None:
+    """Gives roles to nodes that need one; changes those of others only as `roles.decide_roles` says."""
+    state, soft, rules = turn.state, turn.soft, turn.rules
+    peers = sorted({*state.roles, *(peer for peer in soft.live if peer in soft.capabilities)})
+    if not state.roles_given and not _may_begin(turn, len(peers)):
+        return
+    soft.roles_dirty = False
+    candidates = [
+        Candidate(
+            peer,
+            state.nodes[peer].invite_role,
+            soft.capabilities.get(peer),
+            state.roles.get(peer),
+            is_failing=state.nodes[peer].num_strikes >= STRIKES_TO_FAIL,
+        )
+        for peer in peers
+    ]
+    changes = decide_roles(
+        candidates,
+        num_trainers=rules.num_trainers,
+        num_rollouts=rules.num_rollouts,
+        num_vacant_seats=state.num_vacant_seats,
+    )
+    for peer_id, given in changes.items():
+        if given.role != "rollout":
+            close_leases_of(turn, peer_id, how="returned")
+        turn.emit(RoleGiven(peer_id, given.role, given.reason))
+        turn.ask(AssignRole(peer_id, given.role, given.reason))
+
+
+def _may_begin(turn: Turn, num_known: int) -> bool:
+    """One node alone is no swarm: unless it is all that is expected, it waits for a second."""
+    expected = turn.rules.expected_nodes
+    settled = turn.now_ms - turn.soft.newcomer_ms >= turn.rules.settle_s * 1000
+    return num_known >= max(1, expected) or (num_known >= 2 and settled)
+
+
+def is_live(turn: Turn, peer_id: PeerId, *, role: Role) -> bool:
+    """Whether the node is alive in that role."""
+    return peer_id in turn.soft.live and turn.state.roles.get(peer_id) == role
+
+
+def live_in_role(turn: Turn, role: Role) -> list[PeerId]:
+    """The living nodes of a role, by peer id."""
+    return sorted(peer for peer, given in turn.state.roles.items() if given == role and peer in turn.soft.live)

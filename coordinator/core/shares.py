@@ -1,0 +1,88 @@
+"""Gate 3 and what a trainer gets: which tokens are live, what each slot's advantage is, who takes which slots. Pure.
+
+`protocol.lag.is_fresh` alone says whether a token is live. It is asked at the cut, at each fetch, and at commit.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.core.state import Group, Slot, State
+from protocol.errors import NotEnrolledError, RoundStaleError
+from protocol.ids import PeerId, RoundId, SlotKey, Version
+from protocol.lag import is_fresh
+
+
+@dataclass(frozen=True, slots=True)
+class ShareItem:
+    """A slot of a member's share. `segments` are (version, number of tokens); `mask[i]` says whether token i is live;
+    `advantage` is the reward minus the mean of its group's rewards."""
+
+    slot: SlotKey
+    advantage: float
+    segments: tuple[tuple[Version, int], ...]
+    mask: tuple[bool, ...]
+
+
+def live_mask(slot: Slot, *, v_train: Version, max_lag: int) -> tuple[bool, ...]:
+    """One truth value for each token of the completion."""
+    mask: list[bool] = []
+    for version, length in slot.segments:
+        mask += [is_fresh(v_train=v_train, v_token=version, max_lag=max_lag)] * length
+    return tuple(mask)
+
+
+def num_live_tokens(slot: Slot, *, v_train: Version, max_lag: int) -> int:
+    """Tokens of the slot that may contribute to the update from `v_train`."""
+    return sum(
+        length for version, length in slot.segments if is_fresh(v_train=v_train, v_token=version, max_lag=max_lag)
+    )
+
+
+def advantage_of(group: Group, slot: Slot) -> float:
+    """Reward minus the mean over all members with a reward, those without a live token included."""
+    assert slot.reward is not None
+    rewards = group.rewards
+    return slot.reward - math.fsum(rewards) / len(rewards)
+
+
+def share_of(state: State, round_id: RoundId, peer_id: PeerId) -> tuple[ShareItem, ...]:
+    """What a member trains on in the open round. Raises `RoundStaleError` or `NotEnrolledError`."""
+    if state.round is None or state.batch is None or state.round.round_id != round_id:
+        raise RoundStaleError(
+            f"round {round_id} was refused", why="it is not the open one", remedy="Wait for the next plan."
+        )
+    keys = dict(state.round.shares).get(peer_id)
+    if keys is None:
+        raise NotEnrolledError(f"node {peer_id} was refused", why=f"it is not a member of round {round_id}")
+    items: list[ShareItem] = []
+    for key in keys:
+        group, slot = state.groups[key.task.index], state.find(key)
+        assert slot is not None
+        mask = live_mask(slot, v_train=state.batch.base_version, max_lag=state.batch.max_lag)
+        items.append(ShareItem(key, advantage_of(group, slot), slot.segments, mask))
+    return tuple(items)
+
+
+def divide(keys: Sequence[SlotKey], rates: Mapping[PeerId, float]) -> tuple[tuple[PeerId, tuple[SlotKey, ...]], ...]:
+    """Consecutive whole slots for each peer, in proportion to `rates` by largest remainder; nobody goes empty if there
+    are enough slots. A rate that is not positive counts as the smallest known."""
+    known = [rate for rate in rates.values() if rate > 0 and math.isfinite(rate)]
+    floor = min(known, default=1.0)
+    weights = {peer: rate if rate > 0 and math.isfinite(rate) else floor for peer, rate in rates.items()}
+    total = math.fsum(weights.values())
+    exact = {peer: len(keys) * weight / total for peer, weight in weights.items()}
+    counts = {peer: int(value) for peer, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda peer: (counts[peer] - exact[peer], peer))
+    for peer in by_remainder[: len(keys) - sum(counts.values())]:
+        counts[peer] += 1
+    for peer in sorted(counts):
+        richest = max(counts, key=lambda other: counts[other])
+        if counts[peer] == 0 and counts[richest] > 1:
+            counts[richest] -= 1
+            counts[peer] = 1
+    shares, start = [], 0
+    for peer in rates:
+        shares.append((peer, tuple(keys[start : start + counts[peer]])))
+        start += counts[peer]
+    return tuple(shares)

@@ -1,0 +1,56 @@
+"""What is known of live nodes only by hearsay and for a while. Pure.
+
+Soft facts are never journaled and are empty after a restart; nothing in `State` may depend on them except through
+a fact. Times are the coordinator's clock in milliseconds.
+"""
+
+from dataclasses import dataclass, field
+
+from coordinator.core.events import Capability, Presence
+from protocol.ids import Digest, PeerId, Version
+from protocol.manifest import Body
+
+
+@dataclass(slots=True)
+class Sighting:
+    """The last sign of life. `ended_ms` is set while the node's stream is broken."""
+
+    presence: Presence
+    seen_ms: int
+    ended_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attestation:
+    """What a member of the open round says it made."""
+
+    digest: Digest
+    body: Body
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedEvaluation:
+    """An evaluation that a trainer was asked for and has not answered."""
+
+    version: Version
+    peer_id: PeerId
+    asked_ms: int
+
+
+@dataclass(slots=True)
+class Soft:
+    """`live` holds exactly the nodes that count as alive. `tardy` trainers made a round wait in vain and are not
+    waited for again until they are ready. `attestations` belong to the open round, which dies with the process."""
+
+    started_ms: int | None = None
+    live: dict[PeerId, Sighting] = field(default_factory=dict)
+    capabilities: dict[PeerId, Capability] = field(default_factory=dict)
+    newcomer_ms: int = 0
+    roles_dirty: bool = False
+    waiting_since_ms: int | None = None
+    stalled_since_ms: int | None = None
+    reseal_after_ms: int = 0
+    tardy: set[PeerId] = field(default_factory=set)
+    attestations: dict[PeerId, Attestation] = field(default_factory=dict)
+    asked: AskedEvaluation | None = None

@@ -1,0 +1,234 @@
+"""What the coordinator knows for certain. Pure.
+
+`State` is hard: only `apply.apply` changes it, it is what a snapshot holds, and two replays of the same facts give
+the same bytes (so it has no sets, and every dict is in order of insertion). What is only known of live nodes is in
+`soft.Soft`. A group is found by its task's index, a slot by its group and sample.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import msgspec
+
+from coordinator.core.events import InviteRole
+from coordinator.core.facts import LeaseEnd
+from protocol.errors import JournalError
+from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, SlotKey, TaskKey, Version
+from protocol.manifest import Body
+from protocol.round import Member, Shard
+from protocol.run import Role
+
+Status = Literal["waiting", "leased", "accepted", "scored", "in_round", "trained", "dropped", "filtered", "failed"]
+"""Where a slot is: waiting for a node, leased to one, accepted (no reward yet), scored, reserved by a batch; then
+the four ends: trained, dropped (stale), filtered (its group had too few rewards), failed (no reward)."""
+
+Claim = LeaseEnd | Literal["granted", "open"]
+"""The columns of the lease book, which counts slots under lease: granted = open + filled + expired + returned."""
+
+
+def _zeros() -> dict[Status, int]:
+    return dict.fromkeys(get_args(Status), 0)
+
+
+@dataclass(slots=True)
+class Invite:
+    """`mac_key` (hex) proves knowledge of the invite's secret."""
+
+    mac_key: str
+    num_uses: int
+    expires_ms: int
+    role: InviteRole
+    num_used: int = 0
+
+
+@dataclass(slots=True)
+class Node:
+    """An enrolled key. `num_leased` counts the slots that it holds now. `credit` grows with each slot that it fills and
+    is halved when a lease of its expires; `num_late` counts the expiries since it last filled one. `num_strikes` counts
+    the attempts in a row that failed because of it; it is left out of rounds below version `left_out_until`."""
+
+    invite_id: InviteId
+    invite_role: InviteRole
+    enrolled_ms: int
+    num_leased: int = 0
+    num_accepted: int = 0
+    num_tokens: int = 0
+    num_trained: int = 0
+    num_rounds: int = 0
+    num_strikes: int = 0
+    left_out_until: int = 0
+    credit: int = 0
+    num_late: int = 0
+    num_losses: int = 0
+
+
+@dataclass(slots=True)
+class Lease:
+    """Permission of one node; `slots` are the (group index, sample) still unfilled."""
+
+    peer_id: PeerId
+    deadline_ms: int
+    slots: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Slot:
+    """One sample. `peer_id`, `digest` and `segments` are set once it is filled."""
+
+    status: Status = "waiting"
+    lease_id: LeaseId | None = None
+    peer_id: PeerId | None = None
+    digest: Digest | None = None
+    segments: tuple[tuple[Version, int], ...] = ()
+    reward: float | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    """The slots of one task, opened under `version`."""
+
+    task: TaskKey
+    version: Version
+    slots: list[Slot]
+
+    def key(self, sample: int) -> SlotKey:
+        """The name of a slot."""
+        return SlotKey(self.version, self.task, sample)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the members that have one."""
+        return [slot.reward for slot in self.slots if slot.reward is not None]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every slot has come to an end or has its reward."""
+        return all(slot.status not in ("waiting", "leased", "accepted") for slot in self.slots)
+
+
+@dataclass(slots=True)
+class Retired:
+    """What is kept of a finished group, to answer late duplicates: who filled each slot, with what."""
+
+    task: TaskKey
+    version: Version
+    at_version: Version
+    fills: tuple[tuple[PeerId, Digest] | None, ...]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Groups reserved for the update that starts from `base_version`, whatever number of attempts it takes."""
+
+    base_version: Version
+    max_lag: int
+    groups: tuple[int, ...]
+    num_tokens: int
+    num_attempts: int = 0
+
+
+@dataclass(slots=True)
+class Round:
+    """The open attempt at the batch."""
+
+    round_id: RoundId
+    members: tuple[Member, ...]
+    shares: tuple[tuple[PeerId, tuple[SlotKey, ...]], ...]
+    shards: tuple[Shard, ...]
+    sealed_ms: int
+    deadline_ms: int
+
+    @property
+    def peer_ids(self) -> tuple[PeerId, ...]:
+        """Of the members, in the plan's order."""
+        return tuple(member.peer_id for member in self.members)
+
+
+@dataclass(slots=True)
+class VersionRecord:
+    """A committed version as people see it."""
+
+    version: Version
+    root: Digest
+    committed_ms: int
+    round_id: RoundId | None
+    metrics: dict[str, float]
+    accuracy: float | None = None
+    num_tasks: int = 0
+
+
+@dataclass(slots=True)
+class State:
+    """Everything hard. `versions` is the recent history, newest last; `roots` those that the lag rule still needs;
+    `lag_histogram` counts trained tokens by their lag."""
+
+    epoch: int = 0
+    invites: dict[InviteId, Invite] = field(default_factory=dict)
+    nodes: dict[PeerId, Node] = field(default_factory=dict)
+    roles: dict[PeerId, Role] = field(default_factory=dict)
+    roles_given: bool = False
+    num_vacant_seats: int = 0
+
+    base_root: Digest | None = None
+    head_body: Body | None = None
+    versions: list[VersionRecord] = field(default_factory=list)
+    roots: dict[Version, Digest] = field(default_factory=dict)
+    evaluations_due: list[Version] = field(default_factory=list)
+
+    next_index: int = 0
+    num_issued: int = 0
+    groups: dict[int, Group] = field(default_factory=dict)
+    retired: dict[int, Retired] = field(default_factory=dict)
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    complete: list[int] = field(default_factory=list)
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    batch: Batch | None = None
+    round: Round | None = None
+
+    tally: dict[Status, int] = field(default_factory=_zeros)
+    retired_tally: dict[Status, int] = field(default_factory=_zeros)
+    claims: dict[Claim, int] = field(
+        default_factory=lambda: {"granted": 0, "open": 0, "filled": 0, "expired": 0, "returned": 0}
+    )
+    num_groups_trained: int = 0
+    num_groups_dropped: int = 0
+    num_stale_returns: int = 0
+    num_tokens_trained: int = 0
+    num_tokens_masked: int = 0
+    lag_histogram: dict[int, int] = field(default_factory=dict)
+    num_aborted: int = 0
+    num_diverged: int = 0
+
+    @property
+    def head(self) -> VersionRecord | None:
+        """The newest version."""
+        return self.versions[-1] if self.versions else None
+
+    def find(self, key: SlotKey) -> Slot | None:
+        """The slot of that name, unless its group is finished or never was."""
+        group = self.groups.get(key.task.index)
+        if group is None or group.task != key.task or group.version != key.version:
+            return None
+        return group.slots[key.sample] if 0 <= key.sample < len(group.slots) else None
+
+    def record(self, version: Version) -> VersionRecord | None:
+        """A version of the recent history."""
+        position = version - self.versions[0].version if self.versions else -1
+        return self.versions[position] if 0 <= position < len(self.versions) else None
+
+
+def encode_state(state: State) -> bytes:
+    """The state as a snapshot; equal states have equal bytes."""
+    return msgspec.msgpack.encode(state)
+
+
+def decode_state(data: bytes) -> State:
+    """The inverse of `encode_state`. Raises `JournalError`."""
+    try:
+        return msgspec.msgpack.decode(data, type=State)
+    except msgspec.DecodeError as error:
+        raise JournalError(
+            "a snapshot of the journal cannot be read",
+            why=str(error),
+            remedy="Use the release of hexcomb that wrote the journal, or restore a backup.",
+        ) from error

@@ -1,0 +1,35 @@
+"""What the run waits for, in a word and a sentence, for the status page. Pure."""
+
+from coordinator.core.roster import live_in_role
+from coordinator.core.rounds import is_ready
+from coordinator.core.turn import Turn
+
+
+def waiting_for(turn: Turn) -> tuple[str, str]:
+    """A stable code and a sentence for people."""
+    state, spec = turn.state, turn.rules.spec
+    trainers, rollouts = live_in_role(turn, "trainer"), live_in_role(turn, "rollout")
+    if state.head is None:
+        return "WAITING_FOR_BASE", "No base model is registered yet."
+    if turn.is_stopped:
+        return "FINISHED", f"The run has reached version {state.head.version}, its last."
+    if state.round is not None:
+        left_s = max(0, state.round.deadline_ms - turn.now_ms) // 1000
+        silent = [peer for peer in state.round.peer_ids if peer not in turn.soft.attestations]
+        return "TRAINING", f"Round {state.round.round_id} has {left_s} s left; no word yet from {', '.join(silent)}."
+    if not state.roles_given:
+        known = sum(peer in turn.soft.capabilities for peer in turn.soft.live)
+        return "WAITING_FOR_NODES", f"{known} of {turn.rules.expected_nodes} expected nodes are here."
+    if not trainers:
+        return "WAITING_FOR_TRAINERS", "No trainer is alive."
+    if state.batch is None and len(state.complete) < spec.groups_per_batch:
+        have = f"{len(state.complete)} of {spec.groups_per_batch} groups are complete"
+        if not rollouts:
+            return "WAITING_FOR_ROLLOUT_NODES", f"No rollout node is alive; {have}."
+        return "GENERATING", f"{have[0].upper()}{have[1:]}."
+    num_ready = sum(is_ready(turn, peer) for peer in trainers)
+    pinned = f", {turn.rules.num_trainers} are asked for" if turn.rules.num_trainers else ""
+    return (
+        "WAITING_FOR_TRAINERS",
+        f"{num_ready} of {len(trainers)} trainers have version {state.head.version}{pinned}.",
+    )

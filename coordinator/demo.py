@@ -1,0 +1,225 @@
+"""`hexcomb-coordinator demo`: a whole swarm as separate processes on loopback, watched until it has learned.
+
+Every process is started by the command line that a person would type, in a home of its own, and joins by invite; the
+demo itself reads nothing but the status endpoint. Invariant: whatever happens, no process outlives the demo. The
+verdict is the held-out accuracy alone: it must have doubled and reached `TARGET_ACCURACY`.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from coordinator.demo_view import View
+from coordinator.page_client import http_get
+from protocol.errors import EngineError, HexcombError, UnreachableError
+
+TARGET_ACCURACY = 0.8
+START_DEADLINE_S = 180.0
+POLL_S = 1.0
+
+Status = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """What the demo starts. `rollout_engines` has one entry for each rollout node; `chaos` kills a rollout node, a
+    trainer and the coordinator at these versions."""
+
+    num_trainers: int
+    rollout_engines: tuple[str, ...]
+    run_file: str
+    base_args: tuple[str, ...]
+    stop_version: int
+    deadline_s: float
+    chaos: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(slots=True)
+class Member:
+    """One process of the swarm, with all that it started."""
+
+    name: str
+    command: tuple[str, ...]
+    log_path: Path
+    process: asyncio.subprocess.Process
+    log: TextIO
+
+    def kill(self) -> None:
+        """Ends the process and its children at once, as a power cut would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class Swarm:
+    """The processes that run now, and where they live."""
+
+    folder: Path
+    members: dict[str, Member] = field(default_factory=dict)
+
+    async def start(self, name: str, command: Sequence[str], *, stdin: str = "") -> Member:
+        """Starts a process in a session of its own; its output goes to `<name>.log`."""
+        log_path = self.folder / f"{name}.log"
+        log = log_path.open("a")
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+        assert process.stdin is not None
+        process.stdin.write(stdin.encode())
+        process.stdin.close()
+        member = self.members[name] = Member(name, tuple(command), log_path, process, log)
+        return member
+
+    def check(self) -> None:
+        """Raises `EngineError` with the last lines of a process that has ended by itself."""
+        for member in self.members.values():
+            if member.process.returncode is not None:
+                tail = "\n".join(member.log_path.read_text(errors="replace").splitlines()[-15:])
+                raise EngineError(
+                    f"{member.name} ended with status {member.process.returncode}",
+                    why=f"its log says:\n{tail}",
+                )
+
+    async def stop(self) -> None:
+        """SIGTERM to all, nodes before the coordinator, then SIGKILL to what is left."""
+        for member in reversed(self.members.values()):
+            with contextlib.suppress(ProcessLookupError):
+                member.process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(8):
+                    await member.process.wait()
+            member.kill()
+            await member.process.wait()
+            member.log.close()
+
+
+def program(name: str) -> str:
+    """The console script `name` of the environment that runs this."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else name
+
+
+async def run_demo(plan: DemoPlan, *, folder: Path, base: Path, view: View) -> bool:
+    """Runs the swarm; True if it learned what it should. Raises `HexcombError` when it cannot run."""
+    started = time.monotonic()
+    if not (base / "body.msgpack").exists():
+        await _make_base(plan, base, view)
+    (folder / "run.toml").write_text(plan.run_file)
+    swarm = Swarm(folder)
+    try:
+        serve = (
+            program("hexcomb-coordinator"),
+            "serve",
+            str(folder / "run.toml"),
+            "--home",
+            str(folder / "coordinator"),
+        )
+        await swarm.start("coordinator", serve)
+        page = await _wait_for_page(swarm, folder / "coordinator")
+        view.say(f"coordinator up, page at {page}")
+        await _start_nodes(plan, swarm, base=base)
+        final = await _watch(plan, swarm, page=page, view=view, ends_at=started + plan.deadline_s)
+    finally:
+        await swarm.stop()
+    return view.verdict(final, target=TARGET_ACCURACY, seconds=time.monotonic() - started, chaos=bool(plan.chaos))
+
+
+async def _make_base(plan: DemoPlan, base: Path, view: View) -> None:
+    view.say("making the base model and warming it up (once; it is cached)")
+    command = (program("hexcomb"), "base", "create", str(base), *plan.base_args)
+    process = await asyncio.create_subprocess_exec(*command)
+    async with asyncio.timeout(START_DEADLINE_S):
+        if await process.wait() != 0:
+            raise EngineError("the base model could not be made", why=f"`{' '.join(command)}` failed")
+
+
+async def _start_nodes(plan: DemoPlan, swarm: Swarm, *, base: Path) -> None:
+    home = swarm.folder / "coordinator"
+    for role, engines in (("trainer", ("auto",) * plan.num_trainers), ("rollout", plan.rollout_engines)):
+        if not engines:
+            continue
+        invite = await _output(
+            program("hexcomb-coordinator"), "invite", "create", "--home", str(home), "--role", role,
+            "--uses", str(len(engines)), "--expires", "1h",
+        )  # fmt: skip
+        for number, engine in enumerate(engines, 1):
+            name = f"{role}-{number}"
+            seed = ("--base", str(base)) if role == "trainer" else ()
+            node_home = str(swarm.folder / name)
+            options = ("--home", node_home, "--name", name, "--engine", engine, *seed)
+            await swarm.start(name, (program("join-swarm"), "-", *options), stdin=invite)
+
+
+async def _watch(plan: DemoPlan, swarm: Swarm, *, page: str, view: View, ends_at: float) -> Status:
+    """Follows the status until the last version is evaluated; does the chaos on the way."""
+    due = list(plan.chaos)
+    status: Status = {}
+    while time.monotonic() < ends_at:
+        swarm.check()
+        async for status in _status(page):
+            view.show(status, page=page)
+            if due and status["version"] >= due[0][0]:
+                await _break(swarm, due.pop(0)[1], view)
+        if status and status["version"] >= plan.stop_version and _accuracy(status, plan.stop_version) is not None:
+            return status
+        await asyncio.sleep(POLL_S)
+    raise UnreachableError(
+        f"the swarm did not reach version {plan.stop_version} within {plan.deadline_s:.0f} s",
+        why=f"it stands at version {status.get('version', '?')}: {status.get('waiting_for', 'no status came')}",
+        remedy=f"The logs are in {swarm.folder}.",
+    )
+
+
+async def _break(swarm: Swarm, name: str, view: View) -> None:
+    """kill -9; a coordinator is started again by the same command."""
+    member = swarm.members.pop(name)
+    member.kill()
+    await member.process.wait()
+    member.log.close()
+    view.say(f"killed {name} with SIGKILL")
+    if name == "coordinator":
+        await swarm.start(name, member.command)
+        swarm.members = {name: swarm.members.pop(name), **swarm.members}
+        view.say("started the coordinator again")
+
+
+def _accuracy(status: Status, version: int) -> float | None:
+    return next((e["accuracy"] for e in status["evaluations"] if e["version"] == version), None)
+
+
+async def _status(page: str) -> AsyncIterator[Status]:
+    """The status, or nothing while the coordinator is away."""
+    with contextlib.suppress(OSError, ValueError, TimeoutError):
+        yield json.loads(await http_get(page + "api/v1/status"))
+
+
+async def _wait_for_page(swarm: Swarm, home: Path) -> str:
+    """The page's address, once the coordinator is ready."""
+    ends_at = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < ends_at:
+        swarm.check()
+        with contextlib.suppress(OSError, ValueError, TimeoutError):
+            page = str(json.loads((home / "addresses.json").read_text())["status"])
+            await http_get(page + "readyz")
+            return page
+        await asyncio.sleep(0.2)
+    raise UnreachableError("the coordinator did not become ready", why=f"see {home.parent / 'coordinator.log'}")
+
+
+async def _output(*command: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
+    if process.returncode != 0:
+        raise HexcombError(f"`{' '.join(command)}` failed", why=err.decode().strip())
+    return out.decode()

@@ -1,0 +1,101 @@
+"""The grading child: canonical prompts and rewards, in a process that can do little else.
+
+It holds the tokenizer and the environment, no weights and no keys; its memory, files and processes are limited
+before the environment's code is imported. A sample whose grading takes too long or raises is *missing*, never 0.
+"""
+
+import argparse
+import asyncio
+import os
+import resource
+import signal
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from coordinator import grading
+from protocol.child_serve import Emit, serve
+from protocol.errors import EngineError
+from protocol.ids import TaskKey
+from protocol.tasks import Environment, make_environment, regenerate
+from protocol.tokens import Tokenizer, load_tokenizer
+
+SCORE_LIMIT_S = 5.0
+MEMORY_BYTES = 4 << 30
+MAX_WRITTEN_BYTES = 1 << 20
+
+
+class _TooSlow(Exception):
+    """The grader ran into its time limit."""
+
+
+class Grader:
+    """Answers the requests of `coordinator.grading`; `Open` comes first."""
+
+    def __init__(self) -> None:
+        self._environment: Environment | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    async def handle(self, request: msgspec.Struct, emit: Emit) -> msgspec.Struct:
+        """One request; grading is short and must run in the main thread, where its alarm works."""
+        match request:
+            case grading.Open(environment=spec, model_dir=model_dir):
+                self._environment, self._tokenizer = make_environment(spec), load_tokenizer(Path(model_dir))
+                return grading.Opened(self._environment.digest)
+            case grading.MakePrompts(tasks=tasks):
+                return self._prompts([TaskKey(*task) for task in tasks])
+            case grading.HeldOut(limit=limit):
+                environment, _ = self._opened()
+                return self._prompts([task.key for task in environment.held_out(limit)])
+            case grading.Score(tasks=tasks, completions=completions):
+                pairs = zip(tasks, completions, strict=True)
+                return grading.Scores(tuple(self._score(TaskKey(*task), ids) for task, ids in pairs))
+        raise EngineError(f"the grader got a request that it does not know: {type(request).__name__}")
+
+    def _opened(self) -> tuple[Environment, Tokenizer]:
+        if self._environment is None or self._tokenizer is None:
+            raise EngineError("the grader was asked before it was given an environment")
+        return self._environment, self._tokenizer
+
+    def _prompts(self, keys: list[TaskKey]) -> grading.Prompts:
+        environment, tokenizer = self._opened()
+        ids = tuple(environment.prompt_ids(regenerate(environment, key), tokenizer) for key in keys)
+        return grading.Prompts(tuple((key.environment, key.seed, key.index) for key in keys), ids)
+
+    def _score(self, key: TaskKey, completion_ids: tuple[int, ...]) -> float | None:
+        environment, tokenizer = self._opened()
+        signal.setitimer(signal.ITIMER_REAL, SCORE_LIMIT_S)
+        try:
+            return environment.score(regenerate(environment, key), tokenizer.decode(completion_ids))
+        except (_TooSlow, EngineError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError):
+            return None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def confine() -> None:
+    """Takes away what grading does not need: memory, big files, core dumps, the coordinator's environment."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_WRITTEN_BYTES, MAX_WRITTEN_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for name in [name for name in os.environ if name not in ("PATH", "HOME", "LANG", "TMPDIR")]:
+        del os.environ[name]
+
+
+def _on_alarm(_number: int, _frame: FrameType | None) -> None:
+    raise _TooSlow
+
+
+def main() -> None:
+    """`python -m coordinator.grader_worker --socket PATH`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True)
+    options = parser.parse_args()
+    confine()
+    signal.signal(signal.SIGALRM, _on_alarm)
+    asyncio.run(serve(options.socket, Grader().handle, requests=grading.Request))
+
+
+if __name__ == "__main__":
+    main()

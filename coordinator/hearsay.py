@@ -1,0 +1,90 @@
+"""What nodes say of themselves, made harmless: bounded, finite, and of a closed alphabet. Pure.
+
+Nothing here is believed; it is shown to people and used to share work out, and a wrong figure costs its owner most.
+"""
+
+import math
+import re
+
+from coordinator.core.events import Capability, Presence
+from protocol.endpoint import parse_endpoint
+from protocol.ids import Digest, Version
+from protocol.record import Record
+from protocol.v1 import control_pb2
+
+MAX_VERSIONS_HELD = 16
+MAX_RATE = 1e12
+_NAME = re.compile(r"[a-z0-9-]{1,32}")
+_TEXT = re.compile(r"[^A-Za-z0-9 ._()/+:,-]")
+
+
+def presence_of(message: control_pb2.Hello | control_pb2.Heartbeat, before: Presence | None) -> Presence:
+    """The node as its latest message leaves it; a heartbeat keeps what only the hello says."""
+    if isinstance(message, control_pb2.Hello):
+        return Presence(
+            version=Version(-1),
+            root=Digest(""),
+            versions_held=(),
+            endpoint=_endpoint(message.endpoint),
+            trainer_endpoint=_endpoint(message.trainer_endpoint),
+            activity="joining",
+            tokens_per_s=0.0,
+            engine="",
+            name=message.name if _NAME.fullmatch(message.name) else "",
+        )
+    assert before is not None
+    return Presence(
+        version=Version(message.version),
+        root=Digest(message.root[:64]),
+        versions_held=tuple(Version(version) for version in message.versions_held[:MAX_VERSIONS_HELD]),
+        endpoint=before.endpoint,
+        trainer_endpoint=_endpoint(message.trainer_endpoint),
+        activity=_text(message.activity),
+        tokens_per_s=_number(message.tokens_per_s),
+        engine=_text(message.engine),
+        name=before.name,
+    )
+
+
+def capability_of(hello: control_pb2.Hello) -> Capability | None:
+    """What a hello says that the node can do, if it says so."""
+    if not hello.HasField("capability"):
+        return None
+    said = hello.capability
+    return Capability(
+        decode_tokens_per_s=_number(said.decode_tokens_per_s),
+        train_tokens_per_s=_number(said.train_tokens_per_s),
+        memory_bytes=max(0, said.memory_bytes),
+        device=_text(said.device),
+        link_mbit_per_s=_number(said.link_mbit_per_s),
+        rtt_ms=_number(said.rtt_ms),
+        reachable=said.reachable,
+    )
+
+
+def capability_in(record: Record) -> Capability:
+    """What a record of the directory says that its node can do; one with an endpoint counts as reachable."""
+    return Capability(
+        decode_tokens_per_s=record.decode_tokens_per_s,
+        train_tokens_per_s=record.train_tokens_per_s,
+        memory_bytes=record.memory_bytes,
+        device=record.device,
+        link_mbit_per_s=record.link_mbit_per_s,
+        rtt_ms=record.rtt_ms,
+        reachable=bool(record.endpoint),
+    )
+
+
+def _number(value: float) -> float:
+    return min(max(value, 0.0), MAX_RATE) if math.isfinite(value) else 0.0
+
+
+def _text(value: str) -> str:
+    return _TEXT.sub("", value)[:64]
+
+
+def _endpoint(value: str) -> str:
+    try:
+        return str(parse_endpoint(value)) if value else ""
+    except ValueError:
+        return ""

@@ -1,0 +1,103 @@
+"""The coordinator's home folder: its key, the run's secret, the journal, the addresses. Impure: files.
+
+identity.key     the coordinator's Ed25519 key, 0600, never overwritten; its public half is in every invite
+run.secret       32 bytes, 0600, from which the seed secret of each version is drawn
+run.id           the run's id
+journal.db       every hard fact
+addresses.json   where the coordinator listens; ports that were taken free once are kept
+coordinator.lock held by the one coordinator of this home
+"""
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from protocol.errors import IdentityError
+from protocol.ids import RunId, Version
+from protocol.key_file import create_identity, read_identity
+from protocol.keys import Identity
+from protocol.private_files import check_private_folder, create_private, locked, read_private, write_private
+from protocol.runtime import home_runtime_folder, home_socket, own, spelled_once
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorHome:
+    """An existing home. Get one with `open` or `ensure`."""
+
+    path: Path
+    identity: Identity
+    run_id: RunId
+    run_secret: bytes
+
+    @classmethod
+    def open(cls, path: Path) -> "CoordinatorHome":
+        """The home at `path`. Raises `IdentityError` or `KeyFileExposedError`."""
+        path = spelled_once(path)
+        if not os.path.lexists(path / "identity.key"):
+            raise IdentityError(
+                f"{path} is not a coordinator's home",
+                why="it holds no identity.key",
+                remedy="Start one with `hexcomb-coordinator serve RUNFILE --home FOLDER`.",
+            )
+        check_private_folder(path)
+        identity = read_identity(path / "identity.key")
+        return cls(path, identity, RunId(read_private(path / "run.id").decode()), read_private(path / "run.secret"))
+
+    @classmethod
+    def ensure(cls, path: Path) -> "CoordinatorHome":
+        """The home at `path`; a new run with a new key if there is none."""
+        path = spelled_once(path)
+        if not os.path.lexists(path / "identity.key"):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own(path)
+            check_private_folder(path)
+            for name, content in (
+                ("run.id", secrets.token_hex(16).encode()),
+                ("run.secret", secrets.token_bytes(32)),
+            ):
+                with contextlib.suppress(FileExistsError):
+                    create_private(path / name, content, mode=0o600)
+            create_identity(path / "identity.key")
+        return cls.open(path)
+
+    @property
+    def journal(self) -> Path:
+        """The journal's file."""
+        return self.path / "journal.db"
+
+    @property
+    def socket(self) -> Path:
+        """Where the running coordinator answers the organizer's commands."""
+        return home_socket(self.path, "coordinator.sock")
+
+    @property
+    def runtime_folder(self) -> Path:
+        """For the sockets of child processes."""
+        return home_runtime_folder(self.path)
+
+    def seed_secret(self, version: Version) -> bytes:
+        """The 32 bytes that the seal of `version` reveals."""
+        info = f"hexcomb/v1/version-secret|{self.run_id}|{version}".encode()
+        return HKDF(algorithm=SHA256(), length=32, salt=None, info=info).derive(self.run_secret)
+
+    def read_addresses(self) -> dict[str, str]:
+        """What `write_addresses` wrote last; empty before the first start."""
+        path = self.path / "addresses.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def write_addresses(self, addresses: dict[str, str]) -> None:
+        """Tells the organizer's commands, and the next start, where the coordinator listens."""
+        write_private(self.path / "addresses.json", json.dumps(addresses, indent=2).encode())
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Holds the home for one coordinator. Raises `HomeInUseError`."""
+        with locked(self.path / "coordinator.lock", f"the coordinator's home {self.path}"):
+            yield

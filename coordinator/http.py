@@ -1,0 +1,118 @@
+"""The status endpoint: page, JSON, metrics and health, read-only. Impure: serves HTTP.
+
+Everything is computed from the report when it is asked for; nothing counts on the side. No peer id is a metric's
+label, so the number of series does not grow with the number of nodes.
+"""
+
+from collections.abc import Callable, Iterator
+from importlib import resources
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coordinator.report import StatusReport
+
+SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class Metrics(Collector):
+    """The report as Prometheus families, made at scrape."""
+
+    def __init__(self, report: Callable[[], StatusReport]) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each figure."""
+        report = self._report()
+        yield GaugeMetricFamily("hexcomb_version_head", "Newest committed version.", report.version)
+        yield GaugeMetricFamily("hexcomb_tokens_per_second", "Tokens sampled per second now.", report.tokens_per_s)
+        nodes = GaugeMetricFamily("hexcomb_nodes", "Nodes by role and state.", labels=["role", "state"])
+        for role in ("trainer", "rollout", "idle"):
+            for state in ("live", "lost"):
+                number = sum(node.role == role and node.state == state for node in report.nodes)
+                nodes.add_metric([role, state], number)
+        yield nodes
+        slots = GaugeMetricFamily("hexcomb_slots", "Slots by where they stand.", labels=["state"])
+        for name, number in report.books.model_dump().items():
+            slots.add_metric([name], number)
+        yield slots
+        leases = GaugeMetricFamily("hexcomb_leased_slots", "Leased slots by outcome.", labels=["state"])
+        for name, number in report.leases.model_dump().items():
+            leases.add_metric([name], number)
+        yield leases
+        yield CounterMetricFamily("hexcomb_rollouts_accepted", "Rollouts accepted.", report.num_accepted)
+        yield CounterMetricFamily("hexcomb_versions_diverged", "Rounds whose trainers differed.", report.num_diverged)
+        yield CounterMetricFamily("hexcomb_masked_tokens", "Tokens too old to train on.", report.num_masked_tokens)
+        refusals = CounterMetricFamily("hexcomb_refusals", "Requests refused, by code.", labels=["code"])
+        for code, number in sorted(report.refusals.items()):
+            refusals.add_metric([code], number)
+        yield refusals
+        yield self._lags(report)
+
+    @staticmethod
+    def _lags(report: StatusReport) -> Metric:
+        family = HistogramMetricFamily("hexcomb_token_lag_versions", "Lag of trained tokens, in versions.")
+        total, weighted, buckets = 0, 0, []
+        for lag in range(report.run.max_lag + 1):
+            total += report.lag_histogram.get(lag, 0)
+            weighted += lag * report.lag_histogram.get(lag, 0)
+            buckets.append((str(float(lag)), float(total)))
+        family.add_metric([], [*buckets, ("+Inf", float(total))], weighted)
+        return family
+
+
+def make_app(*, report: Callable[[], StatusReport], ready: Callable[[], str]) -> FastAPI:
+    """The application. `ready` says in a sentence what is not ready yet, or nothing."""
+    app = FastAPI(title="hexcomb coordinator", version="1", redoc_url=None)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Metrics(report))
+    page = resources.files("coordinator").joinpath("page/index.html").read_text()
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def index() -> HTMLResponse:
+        return HTMLResponse(page, headers=SECURITY_HEADERS)
+
+    @app.get("/api/v1/status")
+    async def status() -> StatusReport:
+        """The whole state of the run."""
+        return report()
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """The same figures for Prometheus."""
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/healthz", response_class=PlainTextResponse)
+    async def healthz() -> str:
+        """Whether the process is alive."""
+        return "ok\n"
+
+    @app.get("/readyz", response_class=PlainTextResponse)
+    async def readyz() -> PlainTextResponse:
+        """Whether nodes can join and work."""
+        missing = ready()
+        return PlainTextResponse(missing or "ok\n", status_code=503 if missing else 200)
+
+    return app
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn inside another program's loop: signals belong to that program."""
+
+    def install_signal_handlers(self) -> None:
+        """Leaves them alone."""
+
+
+def make_server(app: FastAPI) -> QuietServer:
+    """A server for a socket that is bound already; run it with `serve(sockets=[…])`."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+    return QuietServer(config)

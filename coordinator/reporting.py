@@ -1,0 +1,116 @@
+"""The report, made from the core's state when somebody asks. Pure but for the clock that it is given."""
+
+from collections.abc import Callable
+
+from coordinator.authority import Authority
+from coordinator.core.state import State
+from coordinator.report import (
+    BooksReport,
+    EvaluationReport,
+    LeaseReport,
+    NodeReport,
+    RunReport,
+    StatusReport,
+    VersionReport,
+)
+from coordinator.settings import RunFile
+from protocol.ids import PeerId
+
+RATE_WINDOW_MS = 120_000
+
+
+class Reporter:
+    """Makes `StatusReport`s."""
+
+    def __init__(self, authority: Authority, run: RunFile, *, clock: Callable[[], int]) -> None:
+        self._authority, self._run, self._clock = authority, run, clock
+        self._started_ms = clock()
+
+    def report(self) -> StatusReport:
+        """The run as it stands now."""
+        state, now_ms = self._authority.core.state, self._clock()
+        nodes = [self._node(peer_id) for peer_id in state.nodes]
+        books = self._authority.core.books()
+        run_state, waiting_for = self._authority.core.waiting_for(now_ms)
+        return StatusReport(
+            run=self._run_report(),
+            state=run_state,
+            waiting_for=waiting_for,
+            version=state.head.version if state.head else -1,
+            epoch=state.epoch,
+            uptime_s=(now_ms - self._started_ms) / 1000,
+            versions_per_hour=versions_per_hour([record.committed_ms for record in state.versions], now_ms=now_ms),
+            tokens_per_s=sum(node.tokens_per_s for node in nodes if node.state == "live"),
+            num_accepted=sum(node.num_accepted for node in state.nodes.values()),
+            num_diverged=state.num_diverged,
+            num_masked_tokens=state.num_tokens_masked,
+            nodes=nodes,
+            books=BooksReport(**{name: getattr(books, name) for name in BooksReport.model_fields}),
+            leases=LeaseReport(**{name: getattr(books, name) for name in LeaseReport.model_fields}),
+            lag_histogram=dict(state.lag_histogram),
+            history=_history(state),
+            evaluations=[
+                EvaluationReport(version=record.version, accuracy=record.accuracy, num_tasks=record.num_tasks)
+                for record in state.versions
+                if record.accuracy is not None
+            ],
+            refusals=dict(self._authority.refusals),
+        )
+
+    def _run_report(self) -> RunReport:
+        run = self._run
+        return RunReport(
+            run_id=self._authority.core.rules.spec.run_id,
+            name=run.name,
+            environment=run.task.environment,
+            mode=run.batch.mode,
+            max_lag=self._authority.core.rules.spec.max_lag,
+            groups_per_batch=run.batch.groups,
+            group_size=run.batch.group_size,
+            stop_version=run.stop_version,
+        )
+
+    def _node(self, peer_id: PeerId) -> NodeReport:
+        state, soft = self._authority.core.state, self._authority.core.soft
+        sighting, capability = soft.live.get(peer_id), soft.capabilities.get(peer_id)
+        presence = sighting.presence if sighting else None
+        return NodeReport(
+            peer_id=peer_id,
+            name=(presence.name if presence else "") or peer_id[-8:],
+            role=state.roles.get(peer_id, "idle"),
+            state="live" if sighting else "lost",
+            version=presence.version if presence else -1,
+            tokens_per_s=presence.tokens_per_s if presence else 0.0,
+            engine=presence.engine if presence else "",
+            activity=presence.activity if presence else "",
+            device=capability.device if capability else "",
+            decode_tokens_per_s=capability.decode_tokens_per_s if capability else 0.0,
+            train_tokens_per_s=capability.train_tokens_per_s if capability else 0.0,
+            rollouts_trained=state.nodes[peer_id].num_trained,
+        )
+
+
+def versions_per_hour(committed_ms: list[int], *, now_ms: int) -> float:
+    """The rate over the last two minutes, or over the last two versions where they are further apart."""
+    recent = [time_ms for time_ms in committed_ms if time_ms >= now_ms - RATE_WINDOW_MS]
+    if len(recent) < 3:
+        recent = committed_ms[-2:]
+    if len(recent) < 2 or recent[-1] == recent[0]:
+        return 0.0
+    return 3_600_000 * (len(recent) - 1) / (max(now_ms, recent[-1]) - recent[0])
+
+
+def _history(state: State) -> list[VersionReport]:
+    return [
+        VersionReport(
+            version=record.version,
+            committed_ms=record.committed_ms,
+            reward=record.metrics.get("reward", 0.0),
+            num_rollouts=int(record.metrics.get("num_slots", 0)),
+            mean_lag=record.metrics.get("staleness/mean", 0.0),
+            max_lag=int(record.metrics.get("staleness/max", 0)),
+            metrics=record.metrics,
+        )
+        for record in state.versions
+        if record.round_id is not None
+    ]

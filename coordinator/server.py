@@ -1,0 +1,288 @@
+"""The coordinator's process: puts the parts together, listens, and stops in order. Impure.
+
+One task group holds everything; a part that fails ends the process, and a restart on the same home goes on where the
+journal ends. Ports that were free at the first start are kept, so that nodes find the coordinator again.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from coordinator.announcements import Announcer
+from coordinator.authority import Authority
+from coordinator.control_service import ControlService, Office
+from coordinator.core.events import BaseRegistered, CapabilityLearned, CoordinatorStarted, InviteCreated, TimerFired
+from coordinator.core.handle import Core
+from coordinator.evaluations import Evaluations
+from coordinator.grader import Grader
+from coordinator.hearsay import capability_in
+from coordinator.home import CoordinatorHome
+from coordinator.http import make_app, make_server
+from coordinator.join_service import JoinService, Registrar
+from coordinator.journal import Journal
+from coordinator.reporting import Reporter
+from coordinator.scoring import Scoring
+from coordinator.sessions import Sessions
+from coordinator.settings import RunFile
+from protocol.certificates import self_issued_leaf
+from protocol.directory.client import Directory
+from protocol.directory.messages import Start
+from protocol.errors import EngineError, HexcombError, ModelMissingError, PortInUseError
+from protocol.grpc_options import SERVER_OPTIONS
+from protocol.ids import Digest, InviteId, Version
+from protocol.invite import Invite, encode_invite, stored_secret
+from protocol.local_socket import answering
+from protocol.manifest import Body, Manifest, Seal, SignedManifest, sign_manifest
+from protocol.private_files import write_private
+from protocol.tls import ServedLeaf, join_server_credentials, server_credentials
+from protocol.tokens import load_tokenizer
+from protocol.v1 import control_pb2_grpc, join_pb2_grpc
+
+TIMER_S = 0.1
+DIRECTORY_POLL_S = 3.0
+LEAF_RENEWAL_S = 6 * 3600.0
+NUM_INVITE_SECRET_BYTES = 16
+
+log = structlog.get_logger()
+
+
+def clock_ms() -> int:
+    """Milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
+
+
+class Coordinator:
+    """One running coordinator."""
+
+    def __init__(self, home: CoordinatorHome, run: RunFile) -> None:
+        self._home, self._run = home, run
+        self._body = read_base(run.base, home)
+        self._rules = run.rules(home.run_id, load_tokenizer(run.base))
+        journal = Journal(home.journal, run_id=home.run_id)
+        core = Core(self._rules, journal.reader.recover())
+        self._authority = Authority(core, journal, clock=clock_ms, sealer=self._seal)
+        self._sessions = Sessions()
+        self._directory: Directory | None = None
+        self._ready = "the coordinator is starting\n"
+        self._addresses: dict[str, str] = {}
+
+    async def serve(self) -> None:
+        """Runs until SIGTERM or SIGINT."""
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        grader = Grader(
+            self._run.environment,
+            model_dir=self._run.base,
+            run_dir=self._home.runtime_folder,
+            log_path=self._home.path / "grader.log",
+        )
+        async with grader, asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._authority.run())]
+            await self._authority.submit(CoordinatorStarted())
+            await self._authority.submit(BaseRegistered(self._body))
+            running += await self._listen(tasks, grader)
+            verbs = {"invite": self._create_invite}
+            async with answering(self._home.socket, verbs):
+                self._ready = ""
+                log.info("coordinator ready", run=self._run.name, page=self._addresses["status"])
+                await stop.wait()
+            for task in running:
+                task.cancel()
+
+    async def _listen(self, tasks: asyncio.TaskGroup, grader: Grader) -> list[asyncio.Task[None]]:
+        """Opens every port and starts what serves them."""
+        scoring = Scoring(self._authority, grader)
+        evaluations = Evaluations(self._authority, grader, num_tasks=self._run.evaluation.tasks)
+        registrar = Registrar(self._home, self._authority, clock_ms)
+        announcer = Announcer(
+            self._home, self._rules.spec, self._authority, self._sessions, scoring, evaluations, clock_ms
+        )
+        office = Office(
+            home=self._home,
+            spec=self._rules.spec,
+            authority=self._authority,
+            registrar=registrar,
+            sessions=self._sessions,
+            announcer=announcer,
+            grader=grader,
+            evaluations=evaluations,
+            clock=clock_ms,
+        )
+        leaf = ServedLeaf(self_issued_leaf(self._home.identity, now_ms=clock_ms()))
+        control = grpc.aio.server(options=SERVER_OPTIONS)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlService(office), control)
+        key = self._home.identity.public_bytes
+        join = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=64)
+        service = JoinService(
+            self._home,
+            self._authority,
+            registrar,
+            control_addresses=self._control_addresses,
+            bootstraps=self._bootstraps,
+        )
+        join_pb2_grpc.add_JoinServiceServicer_to_server(service, join)
+        status = self._bind(self._run.listen.status_host, "status", self._run.listen.status_port)
+        self._open(control, "control", self._run.listen.control_port, server_credentials(leaf, coordinator_key=key))
+        self._open(join, "join", self._run.listen.join_port, join_server_credentials(leaf))
+        host, port = status.getsockname()[:2]
+        self._addresses["status"] = f"http://{host}:{port}/"
+        reporter = Reporter(self._authority, self._run, clock=clock_ms)
+        web = make_server(make_app(report=reporter.report, ready=lambda: self._ready))
+        await control.start()
+        await join.start()
+        parts = [
+            self._carry_out(announcer), scoring.run(), self._tick(), self._follow_directory(),
+            self._renew(leaf), web.serve(sockets=[status]), _until_cancelled(control, join),
+        ]  # fmt: skip
+        started = [tasks.create_task(part) for part in parts]
+        self._home.write_addresses(self._addresses)
+        return started
+
+    def _open(self, server: grpc.aio.Server, name: str, wish: int, credentials: grpc.ServerCredentials) -> None:
+        host = self._run.listen.host
+        port = wish or self._earlier_port(name)
+        try:
+            bound = server.add_secure_port(f"{host}:{port}", credentials)
+        except RuntimeError as error:
+            raise _port_in_use(name, host, port) from error
+        self._addresses[name] = f"{host}:{bound}"
+
+    def _bind(self, host: str, name: str, wish: int) -> socket.socket:
+        port = wish or self._earlier_port(name)
+        try:
+            return socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            raise _port_in_use(name, host, port) from error
+
+    def _earlier_port(self, name: str) -> int:
+        """The port of the last start, or 0 for any."""
+        known = self._home.read_addresses().get(name, "").rstrip("/").rpartition(":")[2]
+        return int(known) if known.isdecimal() else 0
+
+    def _control_addresses(self) -> list[str]:
+        port = self._addresses["control"].rpartition(":")[2]
+        return [f"{host}:{port}" for host in self._run.listen.advertise] or [self._addresses["control"]]
+
+    def _join_addresses(self) -> tuple[str, ...]:
+        port = self._addresses["join"].rpartition(":")[2]
+        return tuple(f"{host}:{port}" for host in self._run.listen.advertise) or (self._addresses["join"],)
+
+    def _bootstraps(self) -> list[str]:
+        return list(self._directory.multiaddrs) if self._directory is not None else []
+
+    async def _carry_out(self, announcer: Announcer) -> None:
+        while True:
+            effect = await self._authority.effects.get()
+            try:
+                await announcer.carry_out(effect)
+            except HexcombError as error:
+                log.error("an effect failed", effect=type(effect).__name__, error=error.sentence())
+
+    async def _tick(self) -> None:
+        while True:
+            await self._authority.submit(TimerFired())
+            await asyncio.sleep(TIMER_S)
+
+    async def _renew(self, leaf: ServedLeaf) -> None:
+        while True:
+            await asyncio.sleep(LEAF_RENEWAL_S)
+            leaf.replace(self_issued_leaf(self._home.identity, now_ms=clock_ms()))
+
+    async def _follow_directory(self) -> None:
+        """Keeps a bootstrap in the DHT, and learns from it what nodes can do; without the library it says so once."""
+        while True:
+            try:
+                self._directory = await self._start_directory()
+                await self._read_directory(self._directory)
+            except (EngineError, TimeoutError) as error:
+                log.warning("no directory", why=str(error))
+            finally:
+                if self._directory is not None:
+                    await self._directory.terminate()
+                self._directory = None
+            await asyncio.sleep(10 * DIRECTORY_POLL_S)
+
+    async def _start_directory(self) -> Directory:
+        identity = self._home.runtime_folder / "p2p.key"
+        write_private(identity, self._home.identity.libp2p_bytes(), mode=0o400)
+        port = self._run.listen.dht_port or self._earlier_port("dht")
+        start = Start(
+            run_id=self._home.run_id,
+            coordinator_key=self._home.identity.public_bytes,
+            identity_path=str(identity),
+            run_dir=str(self._home.runtime_folder),
+            listen=(f"/ip4/{self._run.listen.host}/tcp/{port}",),
+        )
+        directory = await Directory.start(start, log_path=self._home.path / "directory.log")
+        known = next((address for address in directory.multiaddrs if "/tcp/" in address), "")
+        self._addresses["dht"] = f"{self._run.listen.host}:{known.split('/tcp/')[1].split('/')[0]}" if known else ""
+        self._home.write_addresses(self._addresses)
+        return directory
+
+    async def _read_directory(self, directory: Directory) -> None:
+        while True:
+            for opened in await directory.list_records():
+                event = CapabilityLearned(opened.record.peer_id, capability_in(opened.record))
+                with contextlib.suppress(HexcombError):  # a record of a node that was enrolled elsewhere
+                    await self._authority.submit(event)
+            await asyncio.sleep(DIRECTORY_POLL_S)
+
+    async def _create_invite(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The verb behind `invite create`."""
+        secret, invite_id = secrets.token_bytes(NUM_INVITE_SECRET_BYTES), InviteId(secrets.token_hex(8))
+        expires_ms = clock_ms() + int(request["expires_s"] * 1000)
+        event = InviteCreated(invite_id, stored_secret(secret).hex(), request["uses"], expires_ms, request["role"])
+        await self._authority.submit(event)
+        invite = Invite(
+            run_id=self._home.run_id,
+            coordinator_key=self._home.identity.public_bytes,
+            invite_id=invite_id,
+            secret=secret,
+            expires_s=expires_ms // 1000,
+            role=request["role"],
+            addresses=self._join_addresses(),
+            bootstraps=tuple(self._bootstraps()),
+        )
+        return {"invite": encode_invite(invite)}
+
+    def _seal(self, version: Version, body: Body, previous: Digest | None, now_ms: int) -> SignedManifest:
+        seal = Seal(self._home.seed_secret(version), previous, now_ms)
+        return sign_manifest(self._home.identity, Manifest(body, seal))
+
+
+def read_base(folder: Path, home: CoordinatorHome) -> Body:
+    """The base model's body, as this run's version 0. Raises `ModelMissingError` or `ManifestRefusedError`."""
+    path = folder / "body.msgpack"
+    if not path.is_file():
+        raise ModelMissingError(
+            f"the base model {folder} is not there",
+            why="it has no body.msgpack",
+            remedy=f"Make it with `hexcomb base create {folder}`, or name the right folder in the run file.",
+        )
+    base = Body.from_bytes(path.read_bytes())
+    return Body(home.run_id, Version(0), None, base.tensors, base.files, base.chunk_bytes, base.chunks, base.optimizer)
+
+
+def _port_in_use(name: str, host: str, port: int) -> PortInUseError:
+    return PortInUseError(
+        f"the {name} port {host}:{port} cannot be had",
+        why="another program holds it, or the address is not this machine's",
+        remedy=f"Stop that program, or set `listen.{name}_port` in the run file.",
+    )
+
+
+async def _until_cancelled(*servers: grpc.aio.Server) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        for server in servers:
+            await server.stop(grace=1.0)

@@ -1,0 +1,197 @@
+"""The run file: what an organizer writes, checked, and turned into the core's rules.
+
+Every key is known; an unknown one is refused with the nearest that would be valid, and nothing starts. Impure only
+in `read_run_file`, which reads the file.
+"""
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coordinator.core.rules import Rules
+from protocol.errors import UnknownSettingError, UsageError
+from protocol.ids import RunId
+from protocol.run import EnvironmentSpec, OptimizerSpec, RunSpec, SamplingContract
+from protocol.tokens import Tokenizer
+
+
+class Section(BaseModel):
+    """A table of the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskSection(Section):
+    """`[task]`: the environment and its parameters."""
+
+    environment: str
+    params: dict[str, int | float | str | bool] = {}
+    prompt: Literal["question", "expression"] = "question"
+    seed: int = 0
+
+
+class SamplingSection(Section):
+    """`[sampling]`: how completions are sampled."""
+
+    temperature: float = Field(1.0, gt=0, le=10)
+    max_new_tokens: int = Field(256, ge=1, le=131_072)
+
+
+class BatchSection(Section):
+    """`[batch]`: what makes one version, and how stale a token may be."""
+
+    groups: int = Field(32, ge=1)
+    group_size: int = Field(8, ge=2)
+    max_lag: int = Field(4, ge=0, le=1000)
+    mode: Literal["sequential", "periodic", "async"] = "async"
+    max_concurrent_groups: int = Field(1024, ge=1)
+
+
+class OptimizerSection(Section):
+    """`[optimizer]`: AdamW."""
+
+    lr: float = Field(1e-6, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.99, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(0.5, gt=0)
+    warmup_versions: int = Field(0, ge=0)
+
+
+class NodesSection(Section):
+    """`[nodes]`: how many are expected, and pinned counts of roles."""
+
+    trainers: int | None = Field(None, ge=1)
+    rollouts: int | None = Field(None, ge=0)
+    expected: int = Field(2, ge=1)
+    settle_s: float = Field(10.0, ge=0)
+
+
+class LimitsSection(Section):
+    """`[limits]`: deadlines."""
+
+    heartbeat_s: float = Field(5.0, gt=0)
+    lease_s: float = Field(600.0, gt=0)
+    round_s: float = Field(600.0, gt=0)
+
+
+class EvaluationSection(Section):
+    """`[evaluation]`: greedy accuracy on held-out tasks, at version 0 and at each multiple of `every` (0 = never)."""
+
+    every: int = Field(0, ge=0)
+    tasks: int = Field(64, ge=1, le=4096)
+
+
+class ListenSection(Section):
+    """`[listen]`: addresses; port 0 takes any free one at first and keeps it. The status page stays on loopback unless
+    `status_host` says otherwise."""
+
+    host: str = "127.0.0.1"
+    join_port: int = Field(7701, ge=0, le=65535)
+    control_port: int = Field(7702, ge=0, le=65535)
+    dht_port: int = Field(7703, ge=0, le=65535)
+    status_host: str = "127.0.0.1"
+    status_port: int = Field(7704, ge=0, le=65535)
+    advertise: list[str] = []
+
+
+class RunFile(Section):
+    """The whole file. `base` is the folder that `hexcomb base create` made; relative paths start at the run file."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
+    base: Path
+    stop_version: int | None = Field(None, ge=1)
+    task: TaskSection
+    sampling: SamplingSection = SamplingSection()
+    batch: BatchSection = BatchSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    nodes: NodesSection = NodesSection()
+    limits: LimitsSection = LimitsSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    listen: ListenSection = ListenSection()
+
+    @property
+    def environment(self) -> EnvironmentSpec:
+        """The environment as nodes are told of it."""
+        return EnvironmentSpec(self.task.environment, self.task.params, self.task.prompt)
+
+    def rules(self, run_id: RunId, tokenizer: Tokenizer) -> Rules:
+        """What the core works by; stop ids and vocabulary are the base model's."""
+        spec = RunSpec(
+            run_id=run_id,
+            name=self.name,
+            environment=self.environment,
+            seed=self.task.seed,
+            sampling=SamplingContract(
+                self.sampling.temperature,
+                self.sampling.max_new_tokens,
+                tokenizer.stop_ids,
+                tokenizer.vocab_size,
+            ),
+            optimizer=OptimizerSpec(**self.optimizer.model_dump()),
+            groups_per_batch=self.batch.groups,
+            group_size=self.batch.group_size,
+            max_lag=0 if self.batch.mode != "async" else self.batch.max_lag,
+            mode=self.batch.mode,
+            heartbeat_s=self.limits.heartbeat_s,
+            lease_s=self.limits.lease_s,
+            round_s=self.limits.round_s,
+        )
+        return Rules(
+            spec=spec,
+            num_trainers=self.nodes.trainers,
+            num_rollouts=self.nodes.rollouts,
+            expected_nodes=self.nodes.expected,
+            settle_s=self.nodes.settle_s,
+            max_concurrent=self.batch.max_concurrent_groups,
+            evaluate_every=self.evaluation.every,
+            stop_version=self.stop_version,
+        )
+
+
+def read_run_file(path: Path) -> RunFile:
+    """The run file at `path`. Raises `UsageError`, `UnknownSettingError`."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"the run file {path} cannot be read", why=str(error.strerror)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"the run file {path} is not TOML", why=str(error)) from error
+    run = parse_run_file(content)
+    return run.model_copy(update={"base": (path.parent / run.base).resolve()})
+
+
+def parse_run_file(content: dict[str, Any]) -> RunFile:
+    """The checked content of a run file. Raises `UsageError`, `UnknownSettingError`."""
+    try:
+        return RunFile.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise UnknownSettingError(
+                f"the run file has an unknown key `{where}`", remedy=f"Did you mean `{_nearest(where)}`?"
+            ) from error
+        raise UsageError(f"`{where}` in the run file is wrong", why=first["msg"]) from error
+
+
+def valid_keys(section: type[BaseModel] = RunFile, prefix: str = "") -> list[str]:
+    """Every key that a run file may have, with its tables: `batch.max_lag`."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            keys += valid_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def _nearest(key: str) -> str:
+    by_path = difflib.get_close_matches(key, valid_keys(), n=1, cutoff=0.0)
+    leaf = key.rpartition(".")[2]
+    same_leaf = [valid for valid in valid_keys() if valid.rpartition(".")[2] == leaf]
+    return (same_leaf or by_path)[0]

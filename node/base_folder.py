@@ -1,0 +1,111 @@
+"""The folder that `hexcomb base create` makes: model files, `body.msgpack`, and the chunks in `blobs/`.
+Impure: files.
+
+A run file names this folder as its base; the coordinator reads `body.msgpack` and gives version 0 its run
+id, which changes no chunk. Imports torch inside functions alone, and only where weights are made.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.weights.blobs import BlobStore
+from node.weights.content import body_of
+from protocol.errors import ModelMissingError, UsageError
+from protocol.manifest import MODEL_FILES, Body
+from protocol.run import EnvironmentSpec
+
+BODY_FILE, BLOBS_FOLDER, WEIGHTS_FILE = "body.msgpack", "blobs", "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFolder:
+    """What was made."""
+
+    folder: Path
+    body: Body
+
+
+def create_tiny(
+    folder: Path,
+    spec: EnvironmentSpec,
+    *,
+    seed: int,
+    warm_up: bool,
+    say: Callable[[str], None],
+) -> BaseFolder:
+    """A tiny model for the environment, warmed up if wanted. Raises `UsageError`, `EngineError`."""
+    check_vacant(folder)
+    from node.base import create_tiny_base
+    from protocol.tasks import make_environment
+
+    base = create_tiny_base(
+        folder,
+        make_environment(spec),
+        seed=seed,
+        warm_up_first=warm_up,
+        progress=lambda p: say(f"step {p.step}: loss {p.loss:.3f}, held-out accuracy {p.accuracy:.2f}"),
+    )
+    say(f"{base.num_parameters} parameters, {base.warm_up_steps} steps, accuracy {base.accuracy:.2f}")
+    return describe(folder)
+
+
+def adopt_model(folder: Path, model_dir: Path) -> BaseFolder:
+    """An existing Hugging Face model, its weights converted to float32. Raises `ModelMissingError`."""
+    check_vacant(folder)
+    if not (model_dir / "config.json").is_file():
+        raise ModelMissingError(f"{model_dir} has no config.json", remedy="Name the folder of a model.")
+    from node.torch_guard import block_broken_extras
+
+    block_broken_extras()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from node.base import write_weights
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in MODEL_FILES:
+        if (model_dir / name).is_file():
+            shutil.copyfile(model_dir / name, folder / name)
+    write_weights(model, folder / WEIGHTS_FILE)
+    return describe(folder)
+
+
+def describe(folder: Path) -> BaseFolder:
+    """Cuts the folder's weights into chunks and writes the body that names them."""
+    body = body_of(folder / WEIGHTS_FILE, BlobStore(folder / BLOBS_FOLDER), model_dir=folder)
+    (folder / BODY_FILE).write_bytes(body.to_bytes())
+    return BaseFolder(folder, body)
+
+
+def seed_store(folder: Path, blobs: BlobStore) -> int:
+    """Puts a base folder's chunks into a node's store, so that it is a first seed; returns how many it named.
+
+    Raises `ModelMissingError` where the folder is not one, `ChunkCorruptError` where a chunk in it is
+    damaged.
+    """
+    path = folder / BODY_FILE
+    if not path.is_file():
+        raise ModelMissingError(
+            f"{folder} is no base folder",
+            why=f"it has no {BODY_FILE}",
+            remedy=f"Make it with `hexcomb base create {folder}`.",
+        )
+    body, source = Body.from_bytes(path.read_bytes()), BlobStore(folder / BLOBS_FOLDER)
+    digests = {*body.chunks, *(file.digest for file in body.files)}
+    for digest in digests:
+        if not blobs.has(digest):
+            blobs.put(source.get(digest))
+    return len(digests)
+
+
+def check_vacant(folder: Path) -> None:
+    """Raises `UsageError` where a base model is already: what a run was made from is not overwritten."""
+    if (folder / BODY_FILE).exists():
+        raise UsageError(
+            f"{folder} holds a base model already", remedy="Choose another folder, or remove that one first."
+        )

@@ -1,0 +1,1 @@
+from protocol.child import *  # noqa: F403

@@ -1,0 +1,191 @@
+"""What the daemon and its compute child say to each other. Pure: types alone.
+
+One compute child does one job: it probes the machine, then becomes a rollout engine or a trainer, and is replaced
+when the role changes. The daemon is a light process; torch lives only here. Requests have replies of the type that
+their docstring names; `SlotFilled` is an event without request.
+"""
+
+import msgspec
+
+from protocol.round import TrainSample
+from protocol.run import EnvironmentSpec, OptimizerSpec, SamplingContract
+
+
+class Probe(msgspec.Struct, tag=True, frozen=True):
+    """Measure this machine on the model of `model_dir` (config.json). Reply: `Probed`."""
+
+    model_dir: str
+
+
+class Probed(msgspec.Struct, tag=True, frozen=True):
+    """Measured rates."""
+
+    decode_tokens_per_s: float
+    train_tokens_per_s: float
+    memory_bytes: int
+    device: str
+
+
+class StartRollout(msgspec.Struct, tag=True, frozen=True):
+    """Become a rollout engine. `engine` is "auto", "vllm" or "transformers". Reply: `Started`."""
+
+    engine: str
+    model_dir: str
+    version: int
+    weights: str
+    environment: EnvironmentSpec
+    contract: SamplingContract
+
+
+class StartTrainer(msgspec.Struct, tag=True, frozen=True):
+    """Become a trainer whose peer service listens on `listen_host` with this TLS material. `optimizer_state` is the file
+    with the moments after `version` ("" = zeros, right only for version 0). Chunks of new versions are written into
+    `blob_dir`. Reply: `Started`."""
+
+    model_dir: str
+    version: int
+    body: bytes
+    weights: str
+    optimizer_state: str
+    optimizer: OptimizerSpec
+    temperature: float
+    blob_dir: str
+    run_id: str
+    peer_id: str
+    coordinator_key: bytes
+    listen_host: str
+    ca_certificate: bytes
+    leaf_certificate: bytes
+    leaf_key: bytes
+
+
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """The job runs. `engine` names the rollout engine; `endpoint` (host:port) is the trainer's peer service."""
+
+    engine: str = ""
+    endpoint: str = ""
+
+
+class SlotOrder(msgspec.Struct, frozen=True):
+    """One slot to fill. `prompt_ids` are the canonical prompt's, whose digest the daemon has checked."""
+
+    slot: str
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+class Generate(msgspec.Struct, tag=True, frozen=True):
+    """Fill these slots; each finished one comes as a `SlotFilled` event. Reply: `Done` when all are finished."""
+
+    lease_id: str
+    orders: tuple[SlotOrder, ...]
+
+
+class SlotFilled(msgspec.Struct, tag=True, frozen=True):
+    """A finished sample (event). `segments` are (version, number of tokens); `finish_reason` may be "abort"."""
+
+    lease_id: str
+    slot: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    segments: tuple[tuple[int, int], ...]
+    finish_reason: str
+
+
+class MakePrompts(msgspec.Struct, tag=True, frozen=True):
+    """Regenerate the prompts of tasks (environment, seed, index). Reply: `Prompts`."""
+
+    tasks: tuple[tuple[str, int, int], ...]
+
+
+class Prompts(msgspec.Struct, tag=True, frozen=True):
+    """Token ids of each prompt, in order."""
+
+    prompt_ids: tuple[tuple[int, ...], ...]
+
+
+class Load(msgspec.Struct, tag=True, frozen=True):
+    """Rollout: swap in the safetensors file in place, between tokens. Reply: `Done`."""
+
+    version: int
+    weights: str
+
+
+class RunRound(msgspec.Struct, tag=True, frozen=True):
+    """Trainer: do the member's part of a round. `plan` is the signed plan's payload, already verified by the daemon.
+    A round that is running when this comes is dropped. Reply: `RoundDone`, or an error of code ROUND_STALE with the
+    suspects in `why` as comma-separated peer ids when peers did not do their part."""
+
+    plan: bytes
+    samples: tuple[TrainSample, ...]
+
+
+class RoundDone(msgspec.Struct, tag=True, frozen=True):
+    """The version stands ready (not yet in force): its manifest body and the update's metrics."""
+
+    body: bytes
+    metrics: dict[str, float]
+
+
+class Commit(msgspec.Struct, tag=True, frozen=True):
+    """Trainer: the version made by `RoundDone` with this root is committed; put it in force. Reply: `Done`, or an error
+    of code ROOT_MISMATCH if this trainer holds no such staged version."""
+
+    version: int
+    root: str
+
+
+class AbortRound(msgspec.Struct, tag=True, frozen=True):
+    """Trainer: drop everything of the running round. Reply: `Done`."""
+
+    round_id: str
+
+
+class Evaluate(msgspec.Struct, tag=True, frozen=True):
+    """Trainer: complete each prompt greedily under the version in force. Reply: `Evaluated`."""
+
+    prompt_ids: tuple[tuple[int, ...], ...]
+    contract: SamplingContract
+
+
+class Evaluated(msgspec.Struct, tag=True, frozen=True):
+    """The version that was in force, and the completion of each prompt."""
+
+    version: int
+    completions: tuple[tuple[int, ...], ...]
+
+
+class FetchOptimizerState(msgspec.Struct, tag=True, frozen=True):
+    """Any job: fetch the moments after `version` from a trainer's `endpoint` into `path`, checked against `digest`, with
+    this TLS material (for a trainer that starts late). Reply: `Done`."""
+
+    endpoint: str
+    peer_id: str
+    version: int
+    digest: str
+    num_elements: int
+    path: str
+    ca_certificate: bytes
+    leaf_certificate: bytes
+    leaf_key: bytes
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """It is done."""
+
+
+Request = (
+    Probe
+    | StartRollout
+    | StartTrainer
+    | Generate
+    | MakePrompts
+    | Load
+    | RunRound
+    | Commit
+    | AbortRound
+    | Evaluate
+    | FetchOptimizerState
+)
+Reply = Probed | Started | Prompts | RoundDone | Evaluated | Done
+ChildEvent = SlotFilled

@@ -1,0 +1,69 @@
+"""What the daemon's parts share: one object that holds the others. No behaviour but small conveniences."""
+
+from dataclasses import dataclass
+
+from node.compute.messages import ChildEvent
+from node.control import ControlClient
+from node.home import Home
+from node.joined import Joined
+from node.presence import Presence
+from node.session import Session
+from node.settings import NodeSettings
+from node.state import NodeState
+from node.versions import Versions
+from protocol.certificates import Leaf
+from protocol.child import ChildProcess
+from protocol.errors import UnreachableError
+from protocol.ids import PeerId, RunId
+from protocol.run import RunSpec
+from protocol.tls import ServedLeaf
+
+COMPUTE_START_DEADLINE_S = 90.0
+"""The child imports no torch before it says hello, but a busy small machine is slow even so."""
+
+
+@dataclass(slots=True)
+class Node:
+    """The parts of one running node. `joined` changes when the leaf is renewed."""
+
+    home: Home
+    joined: Joined
+    settings: NodeSettings
+    served: ServedLeaf
+    state: NodeState
+    control: ControlClient
+    versions: Versions
+    presence: Presence
+    session: Session
+
+    @property
+    def peer_id(self) -> PeerId:
+        """The node's name."""
+        return self.home.peer_id
+
+    @property
+    def run_id(self) -> RunId:
+        """The run."""
+        return self.joined.run_id
+
+    @property
+    def leaf(self) -> Leaf:
+        """The TLS leaf in force."""
+        return self.served.leaf
+
+    @property
+    def spec(self) -> RunSpec:
+        """The run's spec. Raises `UnreachableError` before the coordinator has told it."""
+        if self.state.spec is None:
+            raise UnreachableError("the coordinator has not said yet what the run is")
+        return self.state.spec
+
+    async def start_compute(self) -> ChildProcess:
+        """A fresh compute child. Raises `EngineError`."""
+        return await ChildProcess.start(
+            "node.compute.worker",
+            run_dir=self.home.runtime_folder(),
+            log_path=self.home.path / "logs" / "compute.log",
+            deadline_s=COMPUTE_START_DEADLINE_S,
+            events=ChildEvent,
+        )

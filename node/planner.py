@@ -1,0 +1,150 @@
+"""What a rollout node does next. Pure: what the node sees goes in, one action comes out.
+
+`next_action` is a chain of small deciders; the first that has an opinion wins. Whoever calls it carries the
+action out without waiting for its end, marks it as under way in the next view, and asks again at every
+change; so the node fetches the next version while it still generates, and asks for the next lease before
+the present one ends.
+"""
+
+import math
+from dataclasses import dataclass
+
+from protocol.ids import Version
+
+MAX_OUTSTANDING = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView:
+    """What a rollout node sees. Times in seconds on one monotonic clock; None = not known or not there.
+
+    `version_ready` is the newest version whose weights lie on disk; `fetching` and `loading` are under way;
+    `failed_until_s` holds fetches back after one failed, `no_work_until_s` holds wishes for work back.
+    Without `interrupt` running samples finish under the weights that they began with.
+    """
+
+    now_s: float
+    head: Version | None
+    version_ready: Version | None
+    version_loaded: Version | None
+    num_outstanding: int
+    num_slots: int
+    engine_ready: bool = True
+    is_asking: bool = False
+    fetching: Version | None = None
+    loading: Version | None = None
+    rtt_s: float = 0.0
+    service_s: float | None = None
+    failed_until_s: float = 0.0
+    no_work_until_s: float = 0.0
+    paused: str = ""
+    interrupt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FetchVersion:
+    """Get the weights of a version onto the disk."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class LoadVersion:
+    """Swap a version that lies on disk into the engine."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class AskForWork:
+    """Ask the coordinator for a lease over so many slots."""
+
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do until something changes, or until `until_s`; `why` is for people."""
+
+    why: str
+    until_s: float | None = None
+
+
+Action = FetchVersion | LoadVersion | AskForWork | Wait
+
+
+def next_action(view: RolloutView) -> Action:
+    """The one thing to do now."""
+    return (
+        _wait_for_head(view)
+        or _load(view)
+        or _fetch(view)
+        or _wait_for_engine(view)
+        or _respect_owner(view)
+        or _ask(view)
+        or _wait(view)
+    )
+
+
+def wanted_outstanding(*, rtt_s: float, service_s: float | None) -> int:
+    """Leases to hold at a time so that the engine never waits: ceil(round trip / service time) + 1."""
+    if service_s is None or service_s <= 0:
+        return 2
+    return min(math.ceil(rtt_s / service_s) + 1, MAX_OUTSTANDING) if rtt_s > 0 else 2
+
+
+def _is_behind(view: RolloutView) -> bool:
+    """Whether newer weights than the engine's lie on disk."""
+    if view.version_ready is None:
+        return False
+    return view.version_loaded is None or view.version_ready > view.version_loaded
+
+
+def _wait_for_head(view: RolloutView) -> Action | None:
+    return Wait("no version exists yet") if view.head is None else None
+
+
+def _load(view: RolloutView) -> Action | None:
+    """The newest version on disk, as soon as the engine has not got it: older weights only cost freshness."""
+    if view.version_ready is None or not _is_behind(view) or view.loading is not None or not view.engine_ready:
+        return None
+    if not view.interrupt and view.num_outstanding:
+        return None
+    return LoadVersion(view.version_ready)
+
+
+def _fetch(view: RolloutView) -> Action | None:
+    if view.head is None or view.fetching is not None or view.now_s < view.failed_until_s:
+        return None
+    has_head = view.version_ready is not None and view.version_ready >= view.head
+    return None if has_head else FetchVersion(view.head)
+
+
+def _wait_for_engine(view: RolloutView) -> Action | None:
+    if not view.engine_ready:
+        return Wait("the engine is starting")
+    if view.version_loaded is None:
+        until_s = view.failed_until_s if view.failed_until_s > view.now_s else None
+        return Wait(f"fetching the weights of version {view.head}", until_s)
+    return None
+
+
+def _respect_owner(view: RolloutView) -> Action | None:
+    return Wait(f"paused: {view.paused}") if view.paused else None
+
+
+def _ask(view: RolloutView) -> Action | None:
+    wanted = wanted_outstanding(rtt_s=view.rtt_s, service_s=view.service_s)
+    if not view.interrupt and _is_behind(view):
+        return None
+    if view.is_asking or view.num_outstanding >= wanted or view.now_s < view.no_work_until_s:
+        return None
+    return AskForWork(view.num_slots)
+
+
+def _wait(view: RolloutView) -> Action:
+    pending = [until for until in (view.failed_until_s, view.no_work_until_s) if until > view.now_s]
+    until_s = min(pending, default=None)
+    if view.num_outstanding:
+        return Wait("generating", until_s)
+    return Wait("the coordinator has no work" if until_s is not None else "waiting for a lease", until_s)

@@ -1,0 +1,93 @@
+"""What a rollout engine is: the one interface that vLLM and plain transformers both answer to.
+
+The engine knows nothing of tokenizers, tasks or the network: token ids go in, token ids come out, and every
+token carries the version of the weights that sampled it. Invariant: after `load(v)` returns, every further
+token, of running samples too, is sampled from exactly the weights of v. Pure: types alone.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from protocol.ids import Version
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One completion to sample. `key` is the caller's own name for it; `seed` fixes its noise (64 bits,
+    signed).
+
+    `first_position` is the place in the completion of the first token to sample: the number of completion
+    tokens that already stand at the end of `prompt_ids`, where a slot goes on that began elsewhere.
+    Temperature 0 is greedy.
+    """
+
+    key: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    seed: int
+    temperature: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    first_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`num_tokens` consecutive tokens sampled from one version."""
+
+    version: Version
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A finished completion: `token_ids` and `logprobs` (natural log, at temperature 1) have one length, and
+    so many tokens are covered by `segments` in order. A stop id, where one ended the sample, is its last
+    token.
+    """
+
+    key: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+
+
+class Engine(Protocol):
+    """Continuous sampling with in-place weight updates. All methods raise `EngineError` when the engine is
+    lost.
+    """
+
+    @property
+    def version(self) -> Version:
+        """The version whose weights are loaded now."""
+        ...
+
+    async def start(self, model_dir: Path, version: Version, weights: Path) -> None:
+        """Loads configuration from `model_dir` (a Hugging Face folder) and weights from the safetensors file
+        `weights`.
+        """
+        ...
+
+    def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
+        """Samples all requests, joining those already running, and yields each as it finishes."""
+        ...
+
+    async def load(self, version: Version, weights: Path) -> None:
+        """Swaps in the safetensors file `weights` between two tokens: pause, load, clear the cache, resume.
+
+        Names, shapes and dtypes must equal those of the start; otherwise `EngineError`, and the old weights
+        stay.
+        """
+        ...
+
+    async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probability of each completion token under the loaded weights, temperature 1."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every process and thread of the engine; running samples finish as `abort`."""
+        ...

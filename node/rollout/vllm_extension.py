@@ -1,0 +1,119 @@
+"""What runs inside vLLM's own process: its entry, the swap of weights, and the sampling noise.
+
+Invariant: the process never outlives its owner, and a layer that computes from a packed copy of its weight
+computes from the newest one. With `vllm_engine`, the only module that imports vllm. Impure.
+
+Shapes: B rows, V vocabulary.
+"""
+
+import atexit
+import multiprocessing
+import os
+import shutil
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from node.rollout.noise import perturb
+
+EXIT_ORPHANED = 1
+NOISE_KEY = "hexcomb"  # in a request's `extra_args`: (seed, first position, temperature)
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """The entry of the process, in place of vLLM's own: which is called once a watch on the owner is set."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    threading.Thread(target=_end_with_owner, name="hexcomb-owner-watch", daemon=True).start()
+    try:
+        EngineCoreProc.run_engine_core(*args, **kwargs)
+    except SystemExit:  # the orderly end: all is released, and taking the interpreter apart would take seconds more
+        atexit.register(os._exit, 0)
+        raise
+
+
+def _end_with_owner() -> None:
+    owner = multiprocessing.parent_process()
+    if owner:
+        owner.join()
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)  # the engine's own folder, which the owner made
+        os._exit(EXIT_ORPHANED)  # nobody is left to clean up for, and other threads may be deep in a kernel
+
+
+class WorkerExtension:
+    """Methods that vLLM mixes into its worker; called by `collective_rpc`, while generation is paused."""
+
+    model_runner: Any
+
+    def hexcomb_load(self, weights: str) -> None:
+        """Replaces every weight by the file's. After an error the model is unusable until a later call
+        succeeds.
+        """
+        tensors = load_file(weights)
+        self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+        repack(self.model_runner.get_model())
+
+
+def repack(model: torch.nn.Module) -> None:
+    """Renews the packed copies that CPU layers compute from.
+
+    Loading renews them only in layers whose own parameter arrived, which an output head tied to the
+    embeddings has not: it would go on with the old weights without a word. Elsewhere than on CPU there are no
+    such copies.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if getattr(module, "cpu_linear", None) is not None and weight is not None and weight.numel():
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """The noise of one row. `output_ids` is vLLM's own list, which grows as the row does."""
+
+    seed: int
+    first_position: int
+    temperature: float
+    output_ids: list[int]
+
+
+class SeededNoise(LogitsProcessor):
+    """Adds the noise of the seed, so that vLLM's greedy choice is the seeded sample."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._draws: dict[int, _Draw] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self._draws, batch_update, _draw)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self._draws:
+            return logits
+        draws = [self._draws.get(row, _NO_DRAW) for row in range(len(logits))]
+        return perturb(
+            logits,
+            temperatures=[draw.temperature for draw in draws],
+            seeds=[draw.seed for draw in draws],
+            positions=[draw.first_position + len(draw.output_ids) for draw in draws],
+        )
+
+
+_NO_DRAW = _Draw(seed=0, first_position=0, temperature=0.0, output_ids=[])
+
+
+def _draw(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> _Draw | None:
+    extra = (params.extra_args or {}).get(NOISE_KEY)
+    if extra is None:
+        return None
+    seed, first_position, temperature = extra
+    return _Draw(seed, first_position, temperature, output_ids)

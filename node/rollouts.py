@@ -1,0 +1,210 @@
+"""The rollout role: an engine in the compute child, kept supplied with weights and leases. Impure.
+
+The planner decides, this carries out: each action runs as a task of its own, so that generating, fetching
+the next version and asking for the next lease overlap. Invariant: `state.loaded` names exactly what the
+engine has in force.
+"""
+
+import asyncio
+import random
+import time
+
+import structlog
+
+from node.backoff import backoff_s
+from node.compute.messages import Done, Load, SlotFilled, Started, StartRollout
+from node.context import Node
+from node.leases import LeaseWork
+from node.planner import AskForWork, FetchVersion, LoadVersion, RolloutView, Wait, next_action
+from protocol.child import ChildProcess
+from protocol.errors import EngineError, HexcombError, NoWorkError, RootMismatchError
+from protocol.ids import Digest, LeaseId, Version
+
+START_DEADLINE_S = 600.0
+LOAD_DEADLINE_S = 300.0
+NUM_SLOTS = 32
+MAX_NO_WORK_S = 2.0
+
+log = structlog.get_logger("rollouts")
+
+
+class RolloutWork:
+    """One life of a rollout engine; `run` ends by cancellation or with the error that ended the child."""
+
+    def __init__(self, node: Node, child: ChildProcess) -> None:
+        self._node, self._child = node, child
+        self._leases: dict[LeaseId, LeaseWork] = {}
+        self._tasks: dict[LeaseId, asyncio.Task[None]] = {}
+        self._is_asking = False
+        self._fetching: Version | None = None
+        self._loading: Version | None = None
+        self._failed_until_s = self._no_work_until_s = 0.0
+        self._num_fetch_failures = self._num_no_work = 0
+        self._service_s: float | None = None
+
+    async def run(self) -> None:
+        """Starts the engine on the newest version and works until cancelled."""
+        await self._start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch())
+            tasks.create_task(self._route_events())
+            tasks.create_task(self._carry_out(tasks))
+
+    def on_version(self) -> None:
+        """A version was announced: fetch at once, and there may be work again."""
+        self._failed_until_s = self._no_work_until_s = 0.0
+        self._num_no_work = 0
+
+    def cancel(self, lease_ids: tuple[LeaseId, ...]) -> None:
+        """The coordinator no longer wants these leases filled."""
+        for lease_id in lease_ids:
+            if lease_id in self._tasks:
+                self._leases[lease_id].is_over = True
+                self._tasks[lease_id].cancel()
+
+    @property
+    def num_leases(self) -> int:
+        """Leases outstanding."""
+        return len(self._leases)
+
+    async def _start(self) -> None:
+        node = self._node
+        head = node.versions.head
+        if head is None:
+            raise EngineError("a rollout engine was to start before any version exists")
+        node.state.activity = f"fetching the weights of version {head}"
+        weights = await node.versions.make_ready(head)
+        node.state.activity = f"starting the engine on version {head}"
+        order = StartRollout(
+            engine=node.settings.engine,
+            model_dir=str(node.versions.model_dir),
+            version=head,
+            weights=str(weights),
+            environment=node.spec.environment,
+            contract=node.spec.sampling,
+        )
+        started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
+        node.state.engine = started.engine
+        self._note_loaded(head)
+        log.info("engine up", engine=started.engine, version=head)
+
+    async def _watch(self) -> None:
+        raise await self._child.wait_closed()
+
+    async def _route_events(self) -> None:
+        while True:
+            event = await self._child.next_event()
+            if isinstance(event, SlotFilled) and (work := self._leases.get(LeaseId(event.lease_id))):
+                work.filled.put_nowait(event)
+
+    async def _carry_out(self, tasks: asyncio.TaskGroup) -> None:
+        state = self._node.state
+        while True:
+            ticks = state.ticks
+            match next_action(self._view()):
+                case FetchVersion(version):
+                    self._fetching = version
+                    tasks.create_task(self._fetch(version))
+                case LoadVersion(version):
+                    self._loading = version
+                    tasks.create_task(self._load(version))
+                case AskForWork(num_slots):
+                    self._is_asking = True
+                    tasks.create_task(self._ask(num_slots, tasks))
+                case Wait(why, until_s):
+                    state.activity = why
+                    timeout_s = None if until_s is None else max(until_s - time.monotonic(), 0.01)
+                    await state.wait_changed(ticks, timeout_s=timeout_s)
+
+    def _view(self) -> RolloutView:
+        node = self._node
+        loaded = node.state.loaded
+        return RolloutView(
+            now_s=time.monotonic(),
+            head=node.versions.head,
+            version_ready=node.versions.ready,
+            version_loaded=loaded[0] if loaded else None,
+            num_outstanding=len(self._leases),
+            num_slots=NUM_SLOTS,
+            is_asking=self._is_asking,
+            fetching=self._fetching,
+            loading=self._loading,
+            rtt_s=node.control.rtt_s,
+            service_s=self._service_s,
+            failed_until_s=self._failed_until_s,
+            no_work_until_s=self._no_work_until_s,
+            paused=node.state.paused,
+            interrupt=node.spec.interrupt,
+        )
+
+    async def _fetch(self, version: Version) -> None:
+        try:
+            await self._node.versions.make_ready(version)
+            self._num_fetch_failures = 0
+        except HexcombError as error:
+            wait_s = backoff_s(self._num_fetch_failures, chance=random.random(), base_s=0.5)
+            self._failed_until_s = time.monotonic() + wait_s
+            self._num_fetch_failures += 1
+            log.warning("version not fetched", version=version, why=error.sentence(), next_in_s=round(wait_s, 1))
+        finally:
+            self._fetching = None
+            self._node.state.changed()
+
+    async def _load(self, version: Version) -> None:
+        started_s = time.monotonic()
+        weights = str(self._node.versions.weights_path(version))
+        await self._child.request(Load(version, weights), Done, deadline_s=LOAD_DEADLINE_S)
+        self._loading = None
+        self._note_loaded(version)
+        log.info("version loaded", version=version, took_s=round(time.monotonic() - started_s, 3))
+
+    def _note_loaded(self, version: Version) -> None:
+        state = self._node.state
+        state.loaded = (version, self._node.versions.root(version))
+        state.changed()
+        self._node.session.beat_now()
+
+    async def _ask(self, num_slots: int, tasks: asyncio.TaskGroup) -> None:
+        version, root = self._node.state.loaded or (Version(-1), Digest(""))
+        try:
+            lease = await self._node.control.lease_work(version=version, root=root, num_slots=num_slots)
+            if not lease.slots:
+                raise NoWorkError("the lease is empty")
+            self._num_no_work = 0
+            work = self._leases[lease.lease_id] = LeaseWork(self._node, self._child, lease)
+            self._tasks[lease.lease_id] = tasks.create_task(self._fill(work))
+            log.info("lease granted", lease=lease.lease_id, num_slots=len(lease.slots), version=version)
+        except RootMismatchError as error:
+            raise EngineError("the loaded weights are not the committed ones", why=error.why) from error
+        except HexcombError as error:
+            await self._note_no_work(error)
+        finally:
+            self._is_asking = False
+            self._node.state.changed()
+
+    async def _note_no_work(self, error: HexcombError) -> None:
+        """Waits a little longer each time; a node that is behind asks for the newest manifest itself."""
+        wait_s = backoff_s(self._num_no_work, chance=random.random(), cap_s=MAX_NO_WORK_S)
+        self._no_work_until_s = time.monotonic() + wait_s
+        self._num_no_work += 1
+        self._node.state.counts[f"no lease/{error.code}"] += 1
+        if error.code not in ("NO_WORK", "VERSION_TOO_OLD"):
+            log.warning("no lease", code=error.code, why=error.sentence())
+        if error.code == "VERSION_TOO_OLD":
+            try:
+                announced = await self._node.control.get_manifest(None)
+                self._node.versions.learn(announced.manifest)
+            except HexcombError as trouble:
+                log.warning("newest manifest not learnt", why=trouble.sentence())
+
+    async def _fill(self, work: LeaseWork) -> None:
+        started_s = time.monotonic()
+        try:
+            await work.run()
+            took_s = time.monotonic() - started_s
+            self._service_s = took_s if self._service_s is None else 0.7 * self._service_s + 0.3 * took_s
+            log.info("lease done", lease=work.lease.lease_id, num_taken=work.num_taken, took_s=round(took_s, 2))
+        finally:
+            self._leases.pop(work.lease.lease_id, None)
+            self._tasks.pop(work.lease.lease_id, None)
+            self._node.state.changed()

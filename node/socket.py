@@ -1,0 +1,134 @@
+"""What the daemon answers on its Unix socket: status, peers, fetch, pause, down, logs. Impure through the
+node.
+
+Every answer is plain JSON under `"schema": 1`; `protocol.local_socket` carries it. The shapes are for
+`hexcomb status --json` and for people's scripts: fields are added, never changed.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from node import program
+from protocol.errors import UsageError
+from protocol.ids import Version
+from protocol.local_socket import Verb
+
+if TYPE_CHECKING:
+    from node.daemon import Daemon
+
+
+def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
+    """The verbs of one daemon."""
+    node = daemon.node
+
+    async def status(_: dict[str, Any]) -> dict[str, Any]:
+        return describe(daemon)
+
+    async def peers(_: dict[str, Any]) -> dict[str, Any]:
+        records = await node.presence.list_records()
+        return {"peers": [describe_record(opened.record, now_ms=node.state.now_ms()) for opened in records]}
+
+    async def fetch(request: dict[str, Any]) -> dict[str, Any]:
+        version = request.get("version")
+        if not isinstance(version, int) or version < 0:
+            raise UsageError(f"{version!a} is not a version", remedy="Name it by its number.")
+        manifest = await node.versions.fetch_by_directory(Version(version))
+        node.state.changed()
+        body = manifest.body
+        return {"version": version, "root": body.root, "num_chunks": len(body.chunks), "num_bytes": body.num_bytes}
+
+    async def pause(_: dict[str, Any]) -> dict[str, Any]:
+        node.state.paused = "by its owner"
+        node.state.changed()
+        return {}
+
+    async def resume(_: dict[str, Any]) -> dict[str, Any]:
+        node.state.paused = ""
+        node.state.changed()
+        return {}
+
+    async def down(_: dict[str, Any]) -> dict[str, Any]:
+        daemon.stop()
+        return {}
+
+    async def logs(_: dict[str, Any]) -> dict[str, Any]:
+        return {"folder": str(node.home.path / "logs")}
+
+    return {
+        "status": status,
+        "peers": peers,
+        "fetch": fetch,
+        "pause": pause,
+        "resume": resume,
+        "down": down,
+        "logs": logs,
+    }
+
+
+def describe(daemon: "Daemon") -> dict[str, Any]:
+    """The node's status: what it does or waits for, and what it has done."""
+    node, now_s = daemon.node, time.monotonic()
+    state, link = node.state, node.session.link
+    version, root = state.loaded or (None, None)
+    capability = state.capability
+    return {
+        "program": f"hexcomb {program.version()}",
+        "peer_id": node.peer_id,
+        "name": node.settings.name,
+        "run_id": node.run_id,
+        "run": state.spec.name if state.spec else None,
+        "up_s": round(now_s - state.started_s, 1),
+        "role": state.role,
+        "role_reason": state.role_reason,
+        "activity": state.activity,
+        "trouble": state.trouble,
+        "paused": state.paused,
+        "version": version,
+        "root": root,
+        "head": node.versions.head,
+        "max_lag": state.spec.max_lag if state.spec else None,
+        "versions_held": node.versions.held,
+        "engine": state.engine,
+        "tokens_per_s": round(state.rate.per_s(now_s=now_s), 1),
+        "tokens": state.rate.total,
+        "counts": dict(sorted(state.counts.items())),
+        "leases": daemon.work.num_leases,
+        "capability": None
+        if capability is None
+        else {
+            "decode_tokens_per_s": capability.decode_tokens_per_s,
+            "train_tokens_per_s": capability.train_tokens_per_s,
+            "memory_bytes": capability.memory_bytes,
+            "device": capability.device,
+        },
+        "coordinator": {
+            "address": node.control.address,
+            "is_up": link.is_up,
+            "since_s": round(now_s - link.since_s, 1),
+            "trouble": link.trouble,
+            "num_heartbeats": link.num_heartbeats,
+            "rtt_ms": round(node.control.rtt_s * 1000, 2),
+            "clock_offset_ms": state.clock_offset_ms,
+        },
+        "endpoint": state.endpoint,
+        "trainer_endpoint": state.trainer_endpoint,
+        "directory": {"is_up": node.presence.is_up, "num_neighbours": node.presence.num_neighbours},
+    }
+
+
+def describe_record(record: Any, *, now_ms: int) -> dict[str, Any]:
+    """A directory record for people: what the node can do, where it is, how fresh this is."""
+    return {
+        "peer_id": record.peer_id,
+        "role": record.role,
+        "device": record.device,
+        "decode_tokens_per_s": record.decode_tokens_per_s,
+        "train_tokens_per_s": record.train_tokens_per_s,
+        "memory_bytes": record.memory_bytes,
+        "rtt_ms": record.rtt_ms,
+        "endpoint": record.endpoint,
+        "trainer_endpoint": record.trainer_endpoint,
+        "versions": list(record.versions),
+        "age_s": round((now_ms - record.issued_ms) / 1000, 1),
+        "expires_in_s": round((record.expires_ms - now_ms) / 1000, 1),
+    }

@@ -1,0 +1,128 @@
+"""Starting and stopping a node from the command line: in the foreground, or detached. Impure.
+
+Invariant: a detached node is reported as running only once its socket has answered.
+"""
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvloop
+
+from node.daemon import run_daemon
+from node.home import Home
+from node.join import join
+from node.joined import read_joined
+from node.machine import quick_check, require_fit
+from node.settings import read_settings, write_settings
+from protocol.errors import DaemonNotRunningError, HexcombError, MachineUnfitError, UnreachableError
+from protocol.local_socket import ask
+
+DETACH_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 30.0
+POLL_S = 0.1
+
+
+def join_and_start(folder: Path, invite: str, *, options: dict[str, Any], base: Path | None, detach: bool) -> None:
+    """Identity, a look at the machine, the invite, then the daemon."""
+    set_up_logging()
+    findings = quick_check(folder)
+    for finding in findings:
+        note = "" if finding.is_good else f"  -> {finding.remedy}"
+        print(f"{'ok  ' if finding.is_good else 'LOOK'} {finding.what}{note}", file=sys.stderr)
+    require_fit(findings)
+    home = Home.ensure(folder)
+    settings = read_settings(home.path, options=options)
+    joined = asyncio.run(join(home, invite))
+    write_settings(home.path, settings)
+    if base is not None:
+        from node.base_folder import seed_store
+        from node.weights.blobs import BlobStore
+
+        seed_store(base, BlobStore(home.blobs))
+    print(f"joined run {joined.run_id} as {home.peer_id}, allowed role: {joined.role}", file=sys.stderr)
+    start(folder, detach=detach)
+
+
+def start(folder: Path, *, detach: bool) -> None:
+    """Runs the daemon here, or in the background. Raises `NotJoinedError`, `HomeInUseError` and their like."""
+    home = Home.open(folder)
+    read_joined(home)
+    settings = read_settings(home.path)
+    if detach:
+        _start_detached(home)
+        return
+    set_up_logging()
+    if uvloop.run(run_daemon(home, settings)):
+        raise KeyboardInterrupt
+
+
+def stop(folder: Path) -> None:
+    """Asks the daemon to end and waits until it has. Raises `DaemonNotRunningError`, `UnreachableError`."""
+    socket_path = Home.open(folder).socket
+    asyncio.run(ask(socket_path, "down", deadline_s=5.0))
+    ends_s = time.monotonic() + STOP_DEADLINE_S
+    while time.monotonic() < ends_s:
+        if not _answers(socket_path):
+            return
+        time.sleep(POLL_S)
+    raise UnreachableError(f"the node did not stop within {STOP_DEADLINE_S:.0f} s")
+
+
+def set_up_logging() -> None:
+    """Events to standard error, one line each; colours only on a terminal."""
+    colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S"),
+            structlog.dev.ConsoleRenderer(colors=colours),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _start_detached(home: Home) -> None:
+    """A session of its own, with its log in the home; returns once the socket answers."""
+    log_path = home.path / "logs" / "daemon.log"
+    log_path.parent.mkdir(mode=0o700, exist_ok=True)
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "node.cli", "up", "--home", str(home.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+        )
+    ends_s = time.monotonic() + DETACH_DEADLINE_S
+    while time.monotonic() < ends_s:
+        if process.poll() is not None:
+            tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-10:])
+            raise MachineUnfitError("the node ended at once", why=tail, remedy=f"Its log is {log_path}.")
+        if _answers(home.socket):
+            print(f"the node runs in the background; its log is {log_path}", file=sys.stderr)
+            return
+        time.sleep(POLL_S)
+    process.terminate()
+    raise UnreachableError(
+        f"the node did not answer within {DETACH_DEADLINE_S:.0f} s", remedy=f"Its log is {log_path}."
+    )
+
+
+def _answers(socket_path: Path) -> bool:
+    try:
+        asyncio.run(ask(socket_path, "status", deadline_s=2.0))
+    except DaemonNotRunningError:
+        return False
+    except HexcombError:
+        return True
+    return True

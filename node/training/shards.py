@@ -1,0 +1,191 @@
+"""What the owner of a shard does with the parts that members send: check, add, divide, measure. Pure
+(numpy).
+
+Invariants: a part enters only whole, in order, finite and of the declared length; parts are added in
+float64 in the plan's member order, divided by the plan's token count there, and rounded to float32 once, so
+that the average hangs neither on the order of arrival nor on how the batch was split (to about 1e-7);
+nothing a sender says about its own weight is read.
+
+Shape letters: S elements of one shard.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from node.training.optimizer import BLOCK_ELEMENTS, WIRE_DTYPE, OptimizerState, Vector, digest_of_vectors
+from protocol.errors import EngineError, PartConflictError, PartRefusedError, RootMismatchError, RoundStaleError
+from protocol.ids import Digest, PeerId, RoundId, Version
+from protocol.round import RoundPlan
+
+ITEM_BYTES = WIRE_DTYPE.itemsize
+NORM_TOLERANCE = 1e-6
+WEIGHT_TOLERANCE, RATE_TOLERANCE, MOMENT_TOLERANCE = 1e-6, 1e-2, 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """A shard of the averaged gradient, and the sum of the squares of its elements in float64."""
+
+    gradient_S: Vector
+    squared_norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """A shard's new weights and moments, and the digest of the three."""
+
+    state: OptimizerState
+    digest: Digest
+
+
+class PartIntake:
+    """One member's part of one shard as it arrives: `num_elements` float32 values, without holes."""
+
+    def __init__(self, num_elements: int, *, sender: PeerId) -> None:
+        self.sender = sender
+        self._bytes = bytearray(num_elements * ITEM_BYTES)
+        self._position = 0
+        self._is_open = True
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Takes the next bytes.
+
+        Raises `PartRefusedError` on a hole, too many bytes, or a value that is not finite.
+        """
+        self._check_open()
+        if offset != self._position or len(data) % ITEM_BYTES:
+            self._refuse(f"bytes {offset} to {offset + len(data)} do not follow byte {self._position}")
+        if offset + len(data) > len(self._bytes):
+            self._refuse(f"it is longer than the {len(self._bytes)} bytes of the shard")
+        if not np.isfinite(np.frombuffer(data, WIRE_DTYPE)).all():
+            self._refuse("a value in it is not finite")
+        self._bytes[offset : offset + len(data)] = data
+        self._position += len(data)
+
+    def finish(self) -> Vector:
+        """The whole part, once. Raises `PartRefusedError` if it is shorter than the shard."""
+        self._check_open()
+        if self._position != len(self._bytes):
+            self._refuse(f"it ended after {self._position} of {len(self._bytes)} bytes")
+        self._is_open = False
+        return np.frombuffer(self._drain(), WIRE_DTYPE).astype(np.float32, copy=False)
+
+    def supersede(self) -> None:
+        """Gives way to a second attempt of the sender. Raises `PartConflictError` if the part was whole."""
+        self._check_open()
+        self._is_open = False
+        self._drain()
+
+    def _drain(self) -> bytearray:
+        data, self._bytes = self._bytes, bytearray()
+        return data
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise PartConflictError(f"the part of {self.sender} is here already, or comes by another call")
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise PartRefusedError(f"the part of {self.sender} was refused", why=why)
+
+
+def reduce_parts(parts: Sequence[Vector], *, num_tokens: int) -> Average:
+    """The sum of the members' parts over `num_tokens`, rounded once. Raises `EngineError` if it is not
+    finite.
+    """
+    average_S = np.empty(len(parts[0]), np.float32)
+    squared_norm = 0.0
+    with np.errstate(over="ignore"):
+        for start in range(0, len(average_S), BLOCK_ELEMENTS):
+            where = slice(start, start + BLOCK_ELEMENTS)
+            total = parts[0][where].astype(np.float64)
+            for part in parts[1:]:
+                total += part[where]
+            total /= num_tokens
+            average_S[where] = total
+            squared_norm += _squared_norm(average_S[where])
+    if not np.isfinite(squared_norm) or not np.isfinite(average_S).all():
+        raise EngineError("the averaged gradient is not finite", why="its sum is out of float32's range")
+    return Average(average_S, squared_norm)
+
+
+def check_average(average: Average) -> None:
+    """Raises `PartRefusedError` unless what an owner sent is finite and has the norm that it says."""
+    expected = sum(
+        _squared_norm(average.gradient_S[start : start + BLOCK_ELEMENTS])
+        for start in range(0, len(average.gradient_S), BLOCK_ELEMENTS)
+    )
+    if not np.isfinite(average.gradient_S).all() or not np.isfinite(average.squared_norm):
+        raise PartRefusedError("an average was refused", why="it is not finite")
+    if abs(average.squared_norm - expected) > NORM_TOLERANCE * expected + 1e-30:
+        raise PartRefusedError("an average was refused", why="its norm is not the one that its owner says")
+
+
+def shard_state(state: OptimizerState, where: slice) -> ShardState:
+    """The part of a state that lies in a shard, named."""
+    part = OptimizerState(state.weights_P[where], state.first_P[where], state.second_P[where])
+    return ShardState(part, digest_of_vectors(part.weights_P, part.first_P, part.second_P))
+
+
+def check_state(theirs: ShardState, mine: OptimizerState, *, rate: float) -> None:
+    """Raises `PartRefusedError` unless the owner's state is its digest's, and mine but for rounding.
+
+    The owner's bytes win; this guards against an owner that would put other weights in their place. `rate`
+    is the learning rate, against which differences of weights are measured.
+    """
+    state = theirs.state
+    if digest_of_vectors(state.weights_P, state.first_P, state.second_P) != theirs.digest:
+        raise PartRefusedError("a shard's state was refused", why="its bytes do not have the digest announced")
+    limits = (
+        (state.weights_P, mine.weights_P, WEIGHT_TOLERANCE, rate * RATE_TOLERANCE),
+        (state.first_P, mine.first_P, MOMENT_TOLERANCE, _scale(mine.first_P) * MOMENT_TOLERANCE),
+        (state.second_P, mine.second_P, MOMENT_TOLERANCE, _scale(mine.second_P) * MOMENT_TOLERANCE),
+    )
+    if not all(np.allclose(a, b, rtol=relative, atol=absolute) for a, b, relative, absolute in limits):
+        raise PartRefusedError("a shard's state was refused", why="it is not what the averages lead to")
+
+
+def check_plan(plan: RoundPlan, *, me: PeerId, version: Version, root: Digest, num_elements: int) -> tuple[int, int]:
+    """The round's place in the order of rounds, once the plan fits this trainer and is sound in itself.
+
+    Raises `RootMismatchError` if it builds on other weights than those in force, `RoundStaleError` otherwise.
+    """
+    if (plan.base_version, plan.base_root) != (version, root):
+        raise RootMismatchError(
+            f"round {plan.round_id} builds on version {plan.base_version}",
+            why=f"version {version} or another content of it is in force here",
+        )
+    members = [member.peer_id for member in plan.members]
+    bounds = [(shard.start, shard.stop) for shard in plan.shards]
+    ends = [0, *(stop for _, stop in bounds)]
+    is_whole = all(start == end <= stop for (start, stop), end in zip(bounds, ends, strict=False))
+    problems = {
+        "this trainer is no member of it": me not in members,
+        "it names a member twice": len(set(members)) != len(members),
+        "its shards do not cover the parameters": not is_whole or ends[-1] != num_elements,
+        "a shard's owner is no member": any(shard.owner not in members for shard in plan.shards),
+        "it counts no tokens": plan.num_tokens < 1,
+    }
+    for why, is_wrong in problems.items():
+        if is_wrong:
+            raise RoundStaleError(f"round {plan.round_id} was refused", why=why)
+    return round_order(plan.round_id)
+
+
+def round_order(round_id: RoundId) -> tuple[int, int]:
+    """Base version and attempt. Raises `RoundStaleError` on a name that is not of a round."""
+    base, _, attempt = round_id.partition(".")
+    if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in (base, attempt)):
+        raise RoundStaleError(f"{round_id[:40]!a} is not the name of a round")
+    return int(base), int(attempt)
+
+
+def _squared_norm(values: Vector) -> float:
+    wide = values.astype(np.float64)
+    return float(np.dot(wide, wide))
+
+
+def _scale(values: Vector) -> float:
+    return float(np.abs(values).max(initial=0.0))

@@ -1,0 +1,279 @@
+"""The trainer role: rounds, commits and evaluations in the compute child, by the coordinator's word. Impure.
+
+Level-triggered: orders are written down as what is wanted now (the latest plan, the head, an evaluation),
+and one loop brings the child there, so that an order which comes early or twice does no harm. Invariants: a
+round is run only from a plan that the coordinator signed, on the version that the plan names; weights enter
+force only by a commit of the committed root, and a trainer that did not make them begins anew from fetched
+bytes.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from node.backoff import backoff_s
+from node.compute.messages import (
+    AbortRound,
+    Commit,
+    Done,
+    Evaluate,
+    Evaluated,
+    RoundDone,
+    RunRound,
+    Started,
+    StartTrainer,
+)
+from node.context import Node
+from node.optimizer_state import bring_optimizer_state, keep_optimizer_state
+from node.orders import EvaluationRequested
+from protocol.certificates import anchor_pem
+from protocol.child import ChildProcess
+from protocol.errors import HexcombError, RootMismatchError, RoundStaleError, VersionFromFutureError
+from protocol.ids import Digest, PeerId, RoundId, Version
+from protocol.manifest import Body
+from protocol.round import RoundPlan
+
+START_DEADLINE_S = 600.0
+COMMIT_DEADLINE_S = 120.0
+ABORT_DEADLINE_S = 60.0
+EVALUATE_DEADLINE_S = 300.0
+ROUND_GRACE_S = 15.0
+MAX_STARTS = 8
+
+log = structlog.get_logger("training")
+
+
+@dataclass(slots=True)
+class TrainerOrders:
+    """What the coordinator wants of a trainer; outlives the child, so that a new one goes on from it."""
+
+    plan: tuple[RoundPlan, bytes] | None = None
+    evaluation: EvaluationRequested | None = None
+    over: set[RoundId] = field(default_factory=set)
+
+    def note_plan(self, plan: RoundPlan, payload: bytes) -> None:
+        """A round was sealed; a later plan replaces an earlier one."""
+        if plan.round_id not in self.over:
+            self.plan = (plan, payload)
+
+    def note_abort(self, round_id: RoundId) -> None:
+        """A round is over without a version."""
+        self.over.add(round_id)
+
+    def is_wanted(self, plan: RoundPlan, *, version: Version) -> bool:
+        """Whether the round is still to be worked on from `version`."""
+        is_latest = self.plan is not None and self.plan[0].round_id == plan.round_id
+        return is_latest and plan.round_id not in self.over and plan.base_version == version
+
+
+class TrainingSession:
+    """One life of a trainer; `run` ends by cancellation or with the error that makes a new child necessary."""
+
+    def __init__(self, node: Node, child: ChildProcess, orders: TrainerOrders) -> None:
+        self._node, self._child, self._orders = node, child, orders
+        self._staged_root: Digest | None = None
+
+    async def run(self) -> None:
+        """Starts the trainer on the newest version and follows orders until cancelled, or until the child
+        ends."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch())
+            tasks.create_task(self._follow())
+
+    async def _watch(self) -> None:
+        raise await self._child.wait_closed()
+
+    async def _follow(self) -> None:
+        state = self._node.state
+        await self._start_somehow()
+        while True:
+            ticks = state.ticks
+            if not await self._step():
+                state.activity = "waiting for a round"
+                await state.wait_changed(ticks)
+
+    async def _start_somehow(self) -> None:
+        """Starts on the newest version, again and again while the child lives: holders may be slow to
+        appear."""
+        for attempt in range(MAX_STARTS):
+            try:
+                await self._start()
+                self._node.state.trouble = ""
+                return
+            except HexcombError as error:
+                if self._child.is_closed or attempt == MAX_STARTS - 1:
+                    raise
+                wait_s = backoff_s(attempt, chance=random.random())
+                self._node.state.trouble = error.sentence()
+                log.warning("trainer not started", why=error.sentence(), next_in_s=round(wait_s, 1))
+                await asyncio.sleep(wait_s)
+
+    async def _start(self) -> None:
+        node = self._node
+        head = node.versions.head
+        if head is None:
+            raise VersionFromFutureError("a trainer was to start before any version exists")
+        node.state.activity = f"fetching the weights of version {head}"
+        weights = await node.versions.make_ready(head)
+        manifest = node.versions.manifest(head)
+        assert manifest is not None
+        node.state.activity = f"fetching the optimizer's state after version {head}"
+        optimizer_state = await bring_optimizer_state(node, self._child, manifest.body)
+        node.state.activity = f"starting the trainer on version {head}"
+        order = StartTrainer(
+            model_dir=str(node.versions.model_dir),
+            version=head,
+            body=manifest.body.to_bytes(),
+            weights=str(weights),
+            optimizer_state=optimizer_state,
+            optimizer=node.spec.optimizer,
+            temperature=node.spec.sampling.temperature,
+            blob_dir=str(node.home.blobs),
+            run_id=node.run_id,
+            peer_id=node.peer_id,
+            coordinator_key=node.joined.coordinator_key,
+            listen_host=node.settings.listen_host,
+            ca_certificate=anchor_pem(node.joined.coordinator_key),
+            leaf_certificate=node.leaf.certificate_pem,
+            leaf_key=node.leaf.key_pem,
+        )
+        started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
+        node.state.engine, node.state.trainer_endpoint = "trainer", started.endpoint
+        self._note_loaded(head)
+        log.info("trainer up", endpoint=started.endpoint, version=head)
+
+    async def _step(self) -> bool:
+        """Does one thing that is wanted; False if there is none."""
+        orders, head = self._orders, self._node.versions.head
+        if head is not None and head > self._version:
+            await self._commit(head)
+        elif orders.evaluation is not None and orders.evaluation.version <= self._version:
+            await self._evaluate()
+        elif orders.plan is not None and orders.is_wanted(orders.plan[0], version=self._version):
+            await self._work(*orders.plan)
+        else:
+            return False
+        return True
+
+    @property
+    def _version(self) -> Version:
+        return self._node.state.loaded[0] if self._node.state.loaded else Version(-1)
+
+    async def _commit(self, head: Version) -> None:
+        """Puts the committed version in force if it is the one made here; else begins anew from its bytes."""
+        root = self._node.versions.root(head)
+        if head != self._version + 1 or root != self._staged_root:
+            log.info("version was made without this trainer", version=head)
+            await self._start_somehow()
+            return
+        self._node.state.activity = f"putting version {head} in force"
+        try:
+            await self._child.request(Commit(head, root), Done, deadline_s=COMMIT_DEADLINE_S)
+        except RootMismatchError as error:
+            log.warning("version cannot be put in force", version=head, why=error.why)
+            await self._start_somehow()
+            return
+        self._staged_root = None
+        await asyncio.to_thread(self._node.versions.check_held, head)
+        self._note_loaded(head)
+        log.info("version in force", version=head, root=root[:12])
+        await self._keep_moments(head)
+
+    async def _keep_moments(self, version: Version) -> None:
+        """Puts the optimizer's state on the disk, so that the run outlives the loss of all its trainers."""
+        manifest = self._node.versions.manifest(version)
+        if manifest is not None:
+            await keep_optimizer_state(self._node, self._child, manifest.body)
+
+    async def _work(self, plan: RoundPlan, payload: bytes) -> None:
+        """One round, until it is done, over, replaced, or its deadline has passed."""
+        self._node.state.activity = f"round {plan.round_id}"
+        working = asyncio.create_task(self._run_round(plan, payload))
+        try:
+            while not working.done() and self._is_open(plan):
+                changing = asyncio.create_task(self._node.state.wait_changed(self._node.state.ticks))
+                await asyncio.wait({working, changing}, return_when=asyncio.FIRST_COMPLETED)
+                changing.cancel()
+        finally:
+            is_dropped = not working.done()
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            self._orders.over.add(plan.round_id)
+        if is_dropped:
+            log.info("round dropped", round=plan.round_id)
+            await self._child.request(AbortRound(plan.round_id), Done, deadline_s=ABORT_DEADLINE_S)
+        else:
+            working.result()
+
+    def _is_open(self, plan: RoundPlan) -> bool:
+        head = self._node.versions.head
+        is_current = head is None or head <= plan.base_version
+        return is_current and self._orders.is_wanted(plan, version=self._version)
+
+    async def _run_round(self, plan: RoundPlan, payload: bytes) -> None:
+        """Batch, round, attestation; a failure is told to the coordinator, which decides what follows."""
+        node = self._node
+        started_s = time.monotonic()
+        remaining_s = max((plan.deadline_ms - node.state.now_ms()) / 1000, 1.0)
+        try:
+            samples = await node.control.fetch_batch(plan.round_id)
+            request = RunRound(payload, samples)
+            done = await self._child.request(request, RoundDone, deadline_s=remaining_s + ROUND_GRACE_S)
+            body = Body.from_bytes(done.body)
+            num_tokens = sum(sum(sample.mask) for sample in samples)
+            node.state.rate.add(num_tokens, now_s=time.monotonic())
+            await node.control.attest(plan.round_id, body=done.body, metrics=done.metrics)
+        except HexcombError as error:
+            await self._fail(plan, error)
+            if self._child.is_closed:
+                raise
+            return
+        self._staged_root = body.root
+        node.state.counts["rounds/attested"] += 1
+        took_s = round(time.monotonic() - started_s, 3)
+        log.info("round attested", round=plan.round_id, root=body.root[:12], num_samples=len(samples), took_s=took_s)
+
+    async def _fail(self, plan: RoundPlan, error: HexcombError) -> None:
+        suspects = suspects_in(error, members=[member.peer_id for member in plan.members])
+        if self._child.is_closed:
+            suspects = (self._node.peer_id,)
+        self._node.state.counts["rounds/failed"] += 1
+        log.warning("round failed", round=plan.round_id, why=error.sentence(), suspects=list(suspects))
+        try:
+            await self._node.control.fail_round(plan.round_id, suspects=suspects, reason=error.sentence())
+        except HexcombError as trouble:
+            log.warning("failure not told; the round's deadline ends it", why=trouble.sentence())
+
+    async def _evaluate(self) -> None:
+        order, self._orders.evaluation = self._orders.evaluation, None
+        if order is None or order.version != self._version:
+            log.info("evaluation passed over", version=order.version if order else None)
+            return
+        self._node.state.activity = f"evaluating version {order.version}"
+        request = Evaluate(order.prompt_ids, self._node.spec.sampling)
+        try:
+            reply = await self._child.request(request, Evaluated, deadline_s=EVALUATE_DEADLINE_S)
+            version, completions = Version(reply.version), reply.completions
+            await self._node.control.submit_evaluation(version, tasks=order.tasks, completions=completions)
+        except HexcombError as error:
+            if self._child.is_closed:
+                raise
+            log.warning("evaluation failed", version=order.version, why=error.sentence())
+
+    def _note_loaded(self, version: Version) -> None:
+        state = self._node.state
+        state.loaded = (version, self._node.versions.root(version))
+        state.changed()
+        self._node.session.beat_now()
+
+
+def suspects_in(error: HexcombError, *, members: Sequence[PeerId]) -> tuple[PeerId, ...]:
+    """The members that an error of the round blames: `why` of a ROUND_STALE error lists them with commas."""
+    if not isinstance(error, RoundStaleError):
+        return ()
+    named = {part.strip() for part in error.why.split(",")}
+    return tuple(member for member in members if member in named)

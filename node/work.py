@@ -1,0 +1,187 @@
+"""What the node does for the run: measures itself, then follows its role, with a compute child for each.
+Impure.
+
+Invariants: one job runs at a time, in a child of its own; a child that dies is replaced after a wait that
+grows, and a role that changes ends the job first; versions that nobody within the bound needs are removed.
+"""
+
+import asyncio
+import random
+import time
+
+import structlog
+
+from node.backoff import Breaker, backoff_s
+from node.context import Node
+from node.machine import measure
+from node.orders import EvaluationRequested, RoundAborted, RoundSealed
+from node.rollouts import RolloutWork
+from node.training_session import TrainerOrders, TrainingSession
+from protocol.errors import HexcombError
+from protocol.ids import LeaseId, Version
+from protocol.round import open_plan
+from protocol.run import Role
+
+MAX_RESTART_S = 60.0
+LONG_RESTART_S = 300.0
+
+log = structlog.get_logger("work")
+
+
+class Work:
+    """The node's present job, and the orders that it follows."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._orders = TrainerOrders()
+        self._rollouts: RolloutWork | None = None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_roles())
+            tasks.create_task(self._retire_versions())
+
+    def on_version(self) -> None:
+        """A version was announced."""
+        if self._rollouts is not None:
+            self._rollouts.on_version()
+
+    def on_plan(self, order: RoundSealed) -> None:
+        """A round was sealed with this node in it. Raises `UnauthenticatedError` or `RoundStaleError`."""
+        key = self._node.joined.coordinator_key
+        plan = open_plan(order.plan, coordinator_key=key, run_id=self._node.run_id)
+        self._orders.note_plan(plan, order.plan.payload)
+        log.info("round sealed", round=plan.round_id, num_members=len(plan.members))
+
+    def on_abort(self, order: RoundAborted) -> None:
+        """A round is over without a version."""
+        self._orders.note_abort(order.round_id)
+        log.info("round aborted", round=order.round_id, reason=order.reason)
+
+    def on_evaluation(self, order: EvaluationRequested) -> None:
+        """Held-out tasks are to be completed."""
+        self._orders.evaluation = order
+
+    def cancel(self, lease_ids: tuple[LeaseId, ...]) -> None:
+        """Leases are over."""
+        if self._rollouts is not None:
+            self._rollouts.cancel(lease_ids)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that the node works on."""
+        return self._rollouts.num_leases if self._rollouts is not None else 0
+
+    async def _follow_roles(self) -> None:
+        node, breaker = self._node, Breaker()
+        await self._measure()
+        while True:
+            role, started_s = node.state.role, time.monotonic()
+            try:
+                await self._until_role_changes(role)
+                continue
+            except* HexcombError as group:
+                error = first_of(group)
+            node.state.drop_job()
+            node.session.beat_now()
+            breaker = breaker.after_failure(ran_s=time.monotonic() - started_s)
+            cap_s = LONG_RESTART_S if breaker.is_open else MAX_RESTART_S
+            wait_s = backoff_s(breaker.num_failures, chance=random.random(), base_s=0.5, cap_s=cap_s)
+            node.state.trouble = error.sentence()
+            node.state.counts["jobs failed"] += 1
+            node.state.activity = f"restarting the {role} job in {wait_s:.0f} s"
+            notes = "\n".join(getattr(error, "__notes__", []))
+            log.error("job ended", role=role, why=error.sentence(), notes=notes, next_in_s=round(wait_s, 1))
+            await asyncio.sleep(wait_s)
+
+    async def _until_role_changes(self, role: Role) -> None:
+        """Does the role's job; returns once the role is another one."""
+        job = asyncio.create_task(self._do(role))
+        changing = asyncio.create_task(self._wait_for_other_role(role))
+        try:
+            await asyncio.wait({job, changing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changing.cancel()
+            job.cancel()
+            await asyncio.gather(job, changing, return_exceptions=True)
+        if not job.cancelled():
+            job.result()
+        self._node.state.drop_job()
+
+    async def _wait_for_other_role(self, role: Role) -> None:
+        state = self._node.state
+        while state.role == role:
+            await state.wait_changed(state.ticks)
+
+    async def _do(self, role: Role) -> None:
+        if role == "idle":
+            await self._relay()
+            return
+        await self._wait_for_version()
+        child = await self._node.start_compute()
+        try:
+            if role == "trainer":
+                await TrainingSession(self._node, child, self._orders).run()
+            else:
+                self._rollouts = RolloutWork(self._node, child)
+                await self._rollouts.run()
+        finally:
+            self._rollouts = None
+            await child.terminate()
+
+    async def _relay(self) -> None:
+        """Without a job a node still holds the newest version for others."""
+        state, versions = self._node.state, self._node.versions
+        while True:
+            ticks, head = state.ticks, versions.head
+            state.activity = f"idle: {state.role_reason}" if state.role_reason else "idle"
+            if head is not None and head not in versions.held:
+                state.activity = f"fetching version {head} for others"
+                await versions.fetch(head)
+                continue
+            await state.wait_changed(ticks)
+
+    async def _wait_for_version(self) -> None:
+        state = self._node.state
+        while self._node.versions.head is None or state.spec is None:
+            state.activity = "waiting for the coordinator" if state.spec is None else "WAITING_FOR_BASE"
+            await state.wait_changed(state.ticks)
+
+    async def _measure(self) -> None:
+        """The node's rates, before any job disturbs them; without them it takes part all the same."""
+        node = self._node
+        await self._wait_for_version()
+        head = node.versions.head
+        assert head is not None
+        for attempt in range(3):
+            try:
+                node.state.activity = "measuring this machine"
+                model_dir = await node.versions.make_model_dir(head)
+                node.state.capability = await measure(node, model_dir)
+                node.session.introduce_again()
+                node.state.changed()
+                return
+            except HexcombError as error:
+                node.state.trouble = error.sentence()
+                log.warning("machine not measured", why=error.sentence())
+                await asyncio.sleep(backoff_s(attempt, chance=random.random(), base_s=1.0))
+
+    async def _retire_versions(self) -> None:
+        node = self._node
+        kept_from = Version(0)
+        while True:
+            ticks, head, spec = node.state.ticks, node.versions.head, node.state.spec
+            if head is not None and spec is not None:
+                loaded = node.state.loaded[0] if node.state.loaded else head
+                keep_from = Version(min(head - spec.max_lag - 1, loaded))
+                if keep_from > kept_from:
+                    await node.versions.retire(keep_from=keep_from, now_s=time.time())
+                    kept_from = keep_from
+            await node.state.wait_changed(ticks)
+
+
+def first_of(group: BaseExceptionGroup[HexcombError]) -> HexcombError:
+    """The first error in a group of groups."""
+    first = group.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

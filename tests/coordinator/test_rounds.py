@@ -1,0 +1,351 @@
+"""Gate 3, rounds and versions: what is trained on, by whom, and what becomes of attempts that fail."""
+
+import pytest
+
+from coordinator.core import events as e
+from coordinator.core import rounds, shares
+from coordinator.core.books import check
+from coordinator.core.effects import AbortRound, AnnounceVersion, SendPlan
+from coordinator.core.facts import RoundAborted, RoundSealed, VersionCommitted
+from coordinator.core.handle import share_of
+from coordinator.core.shares import divide
+from coordinator.core.state import encode_state
+from protocol.errors import HexcombError, ManifestRefusedError, NotEnrolledError, RoundStaleError
+from protocol.ids import PeerId, RoundId, SlotKey, TaskKey, Version
+from protocol.round import Member, Shard
+from tests.coordinator.world import World, make_body, make_rules
+
+
+def started(*, trainers: int = 2, **changes: object) -> World:
+    """A swarm with a sealed round 0.0."""
+    world = World(make_rules(**changes))
+    world.start(trainers=trainers)
+    world.fill_batch()
+    return world
+
+
+def aborts(world: World) -> list[tuple[str, str, tuple[str, ...]]]:
+    """(round, reason, suspects) of all aborts."""
+    found = [fact for fact in world.facts if isinstance(fact, RoundAborted)]
+    return [(fact.round_id, fact.reason, fact.suspects) for fact in found]
+
+
+def members(world: World) -> tuple[str, ...]:
+    """Of the open round."""
+    return world.core.state.round.peer_ids if world.core.state.round else ()
+
+
+def test_a_batch_is_cut_from_the_oldest_complete_groups() -> None:
+    world = started()
+    (sealed,) = [fact for fact in world.facts if isinstance(fact, RoundSealed)]
+    assert (sealed.round_id, sealed.groups, sealed.num_tokens) == ("0.0", (0, 1), 16)
+    assert sealed.members == (Member(PeerId("t0"), "t0:1"), Member(PeerId("t1"), "t1:1"))
+    assert sealed.shards == (Shard(PeerId("t0"), 0, 4), Shard(PeerId("t1"), 4, 8))
+    assert [len(keys) for _, keys in sealed.shares] == [2, 2]
+    assert sealed.deadline_ms == world.now_ms + 30_000
+    (plan,) = world.asked(SendPlan)
+    assert isinstance(plan, SendPlan)
+    assert (plan.round_id, plan.num_tokens, plan.remaining_s) == ("0.0", 16, 30.0)
+
+
+def test_shares_are_exact_and_for_members_only() -> None:
+    world = started()
+    state, round_id = world.core.state, world.round_id
+    items = [item for peer in members(world) for item in share_of(state, round_id, PeerId(peer))]
+    assert [item.advantage for item in items] == [0.5, -0.5, 0.5, -0.5]
+    assert all(item.mask == (True,) * 4 and item.segments == ((0, 4),) for item in items)
+    assert len({item.slot for item in items}) == 4
+    with pytest.raises(RoundStaleError):
+        share_of(state, RoundId("0.9"), PeerId("t0"))
+    with pytest.raises(NotEnrolledError):
+        share_of(state, round_id, PeerId("r0"))
+
+
+def test_equal_bodies_make_a_version_and_train_its_slots_once() -> None:
+    world = started()
+    body = world.next_body()
+    assert world.attest("t0").facts == ()
+    decision = world.attest("t1")
+    (committed,) = [fact for fact in decision.facts if isinstance(fact, VersionCommitted)]
+    assert (committed.version, committed.root, committed.round_id) == (1, body.root, "0.0")
+    assert committed.metrics["loss"] == 1.0
+    assert committed.metrics["reward"] == 0.5
+    assert decision.effects == (AnnounceVersion(Version(1), body),)
+    assert world.core.books().trained == 4
+    repeated = e.VersionAttested(PeerId("t1"), RoundId("0.0"), body, {})
+    assert world.do(repeated).facts == (), "whoever missed the answer hears the same again"
+    assert [node.num_trained for node in world.core.state.nodes.values()] == [0, 0, 4]
+
+
+def test_wrong_bodies_are_refused() -> None:
+    world = started()
+    head = world.core.state.head
+    assert head is not None
+    before = encode_state(world.core.state)
+    root = head.root
+    good = make_body(1, parent=root)
+    wrong = [
+        make_body(2, parent=root),
+        make_body(1, parent=good.root),
+        make_body(0, parent=None),
+    ]
+    for body in wrong:
+        with pytest.raises(ManifestRefusedError):
+            world.do(e.VersionAttested(PeerId("t0"), world.round_id, body, {}))
+    refused: list[tuple[str, str, type[HexcombError]]] = [
+        ("r0", "0.0", NotEnrolledError),
+        ("t0", "0.1", RoundStaleError),
+    ]
+    for name, round_id, error in refused:
+        with pytest.raises(error):
+            world.do(e.VersionAttested(PeerId(name), RoundId(round_id), good, {}))
+    assert encode_state(world.core.state) == before
+
+
+def test_unequal_bodies_make_no_version() -> None:
+    world = started()
+    world.attest("t0")
+    world.attest("t1", salt="other")
+    assert aborts(world) == [("0.0", "DIVERGED", ())]
+    assert (world.core.state.num_diverged, world.round_id) == (1, "0.1")
+    assert world.core.books().in_round == 4
+    assert isinstance(world.asked(AbortRound)[0], AbortRound)
+    world.finish_round()
+    assert world.core.books().trained == 4
+
+
+def test_a_minority_is_left_out() -> None:
+    world = started(trainers=3)
+    for name, salt in (("t0", ""), ("t1", "lie"), ("t2", "")):
+        world.attest(name, salt=salt)
+    assert aborts(world) == [("0.0", "DIVERGED", ("t1",))]
+    assert members(world) == ("t0", "t2")
+
+
+def test_a_pair_that_never_agrees_does_not_stop_the_run() -> None:
+    world = started()
+    for _ in range(2):
+        world.attest("t0")
+        world.attest("t1", salt="lie")
+    assert [suspects for _, _, suspects in aborts(world)] == [(), ("t0",)]
+    assert members(world) == ("t1",)
+    world.attest("t1")
+    assert world.core.state.head is not None
+    assert world.core.state.head.version == 1
+    world.see_all()
+    world.fill_batch()
+    assert members(world) == ("t0", "t1"), "suspicion ends with the version"
+
+
+def test_failed_round_goes_on_without_the_suspects_with_the_same_slots() -> None:
+    world = started(trainers=3)
+    shared = {key for _, keys in world.core.state.round.shares for key in keys} if world.core.state.round else set()
+    world.do(e.RoundFailed(PeerId("t0"), world.round_id, (PeerId("t2"), PeerId("x"), PeerId("t0")), "no part"))
+    assert aborts(world) == [("0.0", "FAILED", ("t2",))]
+    assert (world.round_id, members(world)) == ("0.1", ("t0", "t1"))
+    assert world.core.state.round is not None
+    assert {key for _, keys in world.core.state.round.shares for key in keys} == shared
+    with pytest.raises(RoundStaleError):
+        world.do(e.RoundFailed(PeerId("t0"), RoundId("0.0"), (), "late"))
+    with pytest.raises(NotEnrolledError):
+        world.do(e.RoundFailed(PeerId("t2"), world.round_id, (PeerId("t0"),), "revenge"))
+
+
+def test_who_names_nobody_is_left_out_itself_unless_nobody_else_is_left() -> None:
+    world = started()
+    world.do(e.RoundFailed(PeerId("t0"), world.round_id, (), "out of memory"))
+    assert members(world) == ("t1",)
+    world.do(e.RoundFailed(PeerId("t1"), world.round_id, (), "out of memory"))
+    assert members(world) == ("t0", "t1")
+
+
+def test_repeated_failures_are_paced() -> None:
+    world = started(trainers=1)
+    for _ in range(rounds.NUM_QUICK_ATTEMPTS):
+        world.do(e.RoundFailed(PeerId("t0"), world.round_id, (), "out of memory"))
+    assert world.core.state.round is None
+    world.tick(0.9)
+    assert world.core.state.round is None
+    world.tick(0.1)
+    assert world.round_id == "0.4"
+
+
+def test_lost_member_ends_the_round() -> None:
+    world = started()
+    world.tick(2.0)
+    world.see_all(but=("t1",))
+    world.tick(1.5)
+    assert aborts(world) == [("0.0", "MEMBER_LOST", ("t1",))]
+    assert members(world) == ("t0",)
+
+
+def test_member_whose_trainer_restarted_ends_the_round_and_is_taken_again() -> None:
+    world = started()
+    world.see("t1", endpoint="")
+    assert aborts(world) == [], "a hello may not know the endpoint yet"
+    world.see("t1", endpoint="t1:99")
+    assert aborts(world) == [("0.0", "MEMBER_RESTARTED", ())]
+    assert world.core.state.round is not None
+    assert world.core.state.round.members[1].endpoint == "t1:99"
+
+
+def test_silent_members_are_suspects_at_the_deadline() -> None:
+    world = started()
+    world.attest("t0")
+    for _ in range(30):
+        world.tick(1.0)
+        world.see_all()
+    assert aborts(world) == [("0.0", "DEADLINE", ("t1",))]
+    assert members(world) == ("t0",)
+
+
+def test_first_version_waits_for_the_pinned_number_of_trainers() -> None:
+    world = World()
+    world.start(trainers=2)
+    world.see("t1", version=-1)
+    world.fill_batch()
+    for _ in range(100):
+        world.tick(1.0)
+        world.see_all(but=("t1",))
+        world.see("t1", version=-1)
+    assert world.core.state.round is None
+    world.see("t1")
+    assert members(world) == ("t0", "t1")
+
+
+def test_later_versions_wait_for_a_slow_trainer_once() -> None:
+    world = started()
+    world.finish_round()
+    world.see("r0")
+    world.see("t0")
+    world.fill_batch()
+    assert world.core.state.round is None
+    waited_s = 0
+    while world.core.state.round is None:
+        world.tick(1.0)
+        world.see("r0")
+        world.see("t0")
+        world.see("t1", version=0)
+        waited_s += 1
+    assert (waited_s, members(world)) == (5, ("t0",))
+    world.finish_round()
+    world.see("r0")
+    world.see("t0")
+    world.fill_batch()
+    assert members(world) == ("t0",), "it made the swarm wait in vain and is not waited for again"
+    world.finish_round()
+    world.see("t1")
+    world.see_all()
+    world.fill_batch()
+    assert members(world) == ("t0", "t1"), "until it has the head"
+
+
+def test_trainer_with_other_weights_takes_no_part() -> None:
+    world = started(trainers=1)
+    world.finish_round()
+    world.see("r0")
+    world.fill_batch()
+    assert world.core.state.round is None
+    presence = world.core.soft.live[PeerId("t0")].presence
+    world.do(e.NodeSeen(PeerId("t0"), e.Presence(Version(1), make_body(9, parent=None).root, *_rest(presence))))
+    assert world.core.state.round is None
+
+
+def _rest(presence: e.Presence) -> tuple[tuple[Version, ...], str, str, str, float, str]:
+    return (presence.versions_held, presence.endpoint, "t0:1", presence.activity, 1.0, presence.engine)
+
+
+def aged() -> World:
+    """Head 3 at a bound of 2, and two groups opened under version 0 about to be complete: tokens of version 0 are too
+    old. The slots of the first have 3 such and 1 fresh token; of the second, sample 0 has only such."""
+    world = World()
+    world.start(trainers=1, rollouts=2)
+    grant = world.lease("r1", 4)
+    pieces = {0: ((0, 3), (2, 1)), 1: ((0, 4),)}
+    for _ in range(2):
+        world.make_version()
+    for slot in grant.slots:
+        stale = slot.task.index == 1 and slot.sample == 0
+        world.submit(grant, slot, name="r1", segments=pieces[1] if stale else pieces[0])
+    world.make_version()
+    for slot in grant.slots:
+        world.score(slot)
+    return world
+
+
+def test_tokens_over_the_bound_are_masked_and_slots_of_nothing_else_dropped() -> None:
+    world = aged()
+    state = world.core.state
+    assert state.round is not None
+    items = {str(item.slot): item for item in share_of(state, world.round_id, PeerId("t0"))}
+    assert set(items) == {"v0/sums:7:0/0", "v0/sums:7:0/1", "v0/sums:7:1/1"}
+    assert all(item.mask == (False, False, False, True) for item in items.values())
+    assert items["v0/sums:7:1/1"].advantage == -0.5, "the dropped slot's reward still shapes the mean"
+    assert (world.core.books().dropped, state.batch and state.batch.num_tokens) == (1, 3)
+    world.crash()
+    world.see("t0")
+    world.finish_round()
+    assert (state.num_tokens_masked, world.core.state.num_tokens_masked) == (0, 9)
+    assert world.core.state.lag_histogram[1] == 3
+    assert max(world.core.state.lag_histogram) <= 2
+
+
+def test_group_without_a_live_token_is_dropped_whole() -> None:
+    world = World()
+    world.start(trainers=1, rollouts=2)
+    grant = world.lease("r1", 2)
+    for slot in grant.slots:
+        world.submit(grant, slot, name="r1")
+    for _ in range(3):
+        world.make_version()
+    for slot in grant.slots:
+        world.score(slot)
+    world.make_version()
+    assert (world.core.books().dropped, world.core.state.num_groups_dropped) == (2, 1)
+    assert world.core.books().trained == 16
+
+
+def test_a_bound_that_is_not_kept_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of gate 3: the check finds the live tokens that are too old."""
+    monkeypatch.setattr(shares, "is_fresh", lambda **_: True)
+    with pytest.raises(AssertionError, match="a token of lag 3 is live"):
+        aged()
+
+
+def test_a_slot_trained_twice_would_be_seen() -> None:
+    """Negative control of the books: a slot that is in two shares."""
+    world = started()
+    round_ = world.core.state.round
+    assert round_ is not None
+    (first, keys), (second, _) = round_.shares
+    round_.shares = ((first, keys), (second, keys))
+    with pytest.raises(AssertionError, match="each once"):
+        check(world.core.state)
+
+
+def test_other_weights_in_a_round_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "is_ready", lambda *_: True)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test_trainer_with_other_weights_takes_no_part()
+
+
+keys = [SlotKey(Version(0), TaskKey("sums", 7, index), 0) for index in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "rates", "expected"),
+    [
+        (10, (1.0, 1.0), (5, 5)),
+        (10, (3.0, 1.0), (8, 2)),
+        (10, (1e9, 1.0), (9, 1)),
+        (10, (0.0, 1.0), (5, 5)),
+        (10, (float("nan"), float("inf")), (5, 5)),
+        (3, (1.0, 1.0, 1.0, 1.0), (1, 1, 1, 0)),
+        (0, (1.0, 1.0), (0, 0)),
+    ],
+)
+def test_division_by_rate(num_slots: int, rates: tuple[float, ...], expected: tuple[int, ...]) -> None:
+    peers = {PeerId(name): rate for name, rate in zip("abcd", rates, strict=False)}
+    parts = divide(keys[:num_slots], peers)
+    assert tuple(len(part) for _, part in parts) == expected
+    assert [key for _, part in parts for key in part] == keys[:num_slots]

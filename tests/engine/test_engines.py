@@ -1,0 +1,381 @@
+"""What every rollout engine owes its caller, asked of both; the reference is transformers, one sample at a time."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+
+from node.rollout.engine import Engine, Sample, SampleRequest, Segment
+from node.rollout.noise import gumbel
+from node.rollout.selection import make_engine
+from protocol.errors import EngineError
+from protocol.ids import Version
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # raised while vllm is imported
+]
+
+KINDS = ["transformers", "vllm"]
+MAX_LEN = 400
+TOLERANCE = 1e-4  # of a log-probability, in float32
+NEAR_TIE = 1e-3  # two tokens closer than this in their race may come out either way
+EVENT_DEADLINE_S = 20.0
+OWNER_DEADLINE_S = 90.0
+
+
+def new_engine(kind: Any) -> Engine:
+    return make_engine(kind, max_num_seqs=16, max_model_len=MAX_LEN)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def running(request: pytest.FixtureRequest, tied_model: Any) -> AsyncIterator[Engine]:
+    """One engine a kind for the whole file: a start is seconds."""
+    engine = new_engine(request.param)
+    await engine.start(tied_model.folder, Version(0), tied_model.files["A"])
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(running: Engine, tied_model: Any) -> Engine:
+    """The running engine, on version 0 = weights A."""
+    if running.version != 0:
+        await running.load(Version(0), tied_model.files["A"])
+    return running
+
+
+def some_requests(num: int, *, length: int, **changes: Any) -> list[SampleRequest]:
+    """Prompts of 3 to 23 tokens; the first eight of them are also asked for a second sample."""
+    prompts = [tuple((i * 31 + j * j * 7 + j) % 128 for j in range(3 + i % 21)) for i in range(num)]
+    return [
+        replace(SampleRequest(f"r{i}", prompts[i % 8 if i % 16 > 7 else i], length, seed=i * 7919 - 40), **changes)
+        for i in range(num)
+    ]
+
+
+async def collect(engine: Engine, requests: Sequence[SampleRequest]) -> dict[str, Sample]:
+    async with asyncio.timeout(60):
+        return {sample.key: sample async for sample in engine.generate(requests)}
+
+
+def race_margins(model: Any, which: str, request: SampleRequest, ids: Sequence[int]) -> torch.Tensor:
+    """By how much each token missed being the winner of its race, under the weights `which`; 0 where it won."""
+    num_prompt, positions = len(request.prompt_ids), range(request.first_position, request.first_position + len(ids))
+    with torch.inference_mode():
+        logits_TV = model.references[which](input_ids=torch.tensor([[*request.prompt_ids, *ids]])).logits[0]
+    race_TV = logits_TV[num_prompt - 1 : -1]
+    if request.temperature:
+        noise_TV = torch.from_numpy(gumbel([request.seed] * len(ids), positions, vocab_size=128))
+        race_TV = race_TV / request.temperature + noise_TV
+    margins_T: torch.Tensor = race_TV.max(-1).values - race_TV.gather(1, torch.tensor(ids)[:, None])[:, 0]
+    return margins_T
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+async def test_every_token_wins_its_race_and_carries_its_logprob(
+    engine: Engine, tied_model: Any, temperature: float
+) -> None:
+    requests = some_requests(24, length=30, temperature=temperature)
+    samples = await collect(engine, requests)
+    assert samples.keys() == {request.key for request in requests}
+    for request in requests:
+        sample = samples[request.key]
+        assert (len(sample.token_ids), sample.finish_reason) == (30, "length")
+        assert sample.segments == (Segment(Version(0), 30),)
+        assert race_margins(tied_model, "A", request, sample.token_ids).max() < NEAR_TIE
+        expected = tied_model.logprobs("A", request.prompt_ids, sample.token_ids)
+        assert sample.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_another_seed_would_not_pass_for_this_one(engine: Engine, tied_model: Any) -> None:
+    (request,) = some_requests(1, length=30)
+    sample = (await collect(engine, [request]))[request.key]
+    other = replace(request, seed=request.seed + 1)
+    assert race_margins(tied_model, "A", other, sample.token_ids).max() > 1
+    assert (await collect(engine, [other]))[request.key].token_ids != sample.token_ids
+
+
+async def test_a_sample_is_the_same_in_any_company(engine: Engine) -> None:
+    requests = some_requests(20, length=40)
+    together = await collect(engine, requests)
+    for request in requests[::6]:
+        alone = await collect(engine, [request])
+        assert alone[request.key].token_ids == together[request.key].token_ids
+
+
+async def test_calls_share_one_batch(engine: Engine) -> None:
+    long, short = some_requests(2, length=300)
+    outside = asyncio.create_task(collect(engine, [long]))
+    await collect(engine, [replace(short, max_new_tokens=3)])
+    assert not outside.done()
+    assert len((await outside)[long.key].token_ids) == 300
+
+
+async def test_stop_ids_end_a_sample_and_are_its_last_token(engine: Engine) -> None:
+    (request,) = some_requests(1, length=30)
+    whole = (await collect(engine, [request]))[request.key].token_ids
+    stop = whole[9]
+    stopped = (await collect(engine, [replace(request, stop_ids=(stop, 127))]))[request.key]
+    assert stopped.token_ids == whole[: whole.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+async def test_a_sample_goes_on_elsewhere_from_its_first_tokens(engine: Engine) -> None:
+    (request,) = some_requests(1, length=30)
+    whole = (await collect(engine, [request]))[request.key].token_ids
+    moved = replace(request, prompt_ids=request.prompt_ids + whole[:12], max_new_tokens=18, first_position=12)
+    assert (await collect(engine, [moved]))[request.key].token_ids == whole[12:]
+    forgetful = replace(moved, first_position=0)
+    assert (await collect(engine, [forgetful]))[request.key].token_ids != whole[12:]
+
+
+async def check_swap(engine: Engine, model: Any) -> None:
+    """Swaps A for B when a short sample ends; the long ones must be A up to the edge and B after it."""
+    short, *longs = some_requests(6, length=150)
+    samples = {}
+    async for sample in engine.generate([replace(short, max_new_tokens=20), *longs]):
+        samples[sample.key] = sample
+        if sample.key == short.key:
+            await engine.load(Version(1), model.files["B"])
+    assert engine.version == 1
+    for request in longs:
+        sample = samples[request.key]
+        (before, after) = sample.segments
+        edge = before.num_tokens
+        assert (before.version, after.version) == (0, 1)
+        assert 10 <= edge < 140
+        assert edge + after.num_tokens == 150
+        by = {which: model.logprobs(which, request.prompt_ids, sample.token_ids) for which in "AB"}
+        assert sample.logprobs[:edge] == pytest.approx(by["A"][:edge], abs=TOLERANCE)
+        assert sample.logprobs[edge:] == pytest.approx(by["B"][edge:], abs=TOLERANCE)
+        assert race_margins(model, "A", request, sample.token_ids)[:edge].max() < NEAR_TIE
+        assert race_margins(model, "B", request, sample.token_ids)[edge:].max() < NEAR_TIE
+        # The control: the same checks against the wrong weights must fail, or they would show nothing.
+        assert sample.logprobs[edge:] != pytest.approx(by["A"][edge:], abs=0.1)
+        assert sample.logprobs[:edge] != pytest.approx(by["B"][:edge], abs=0.1)
+        assert race_margins(model, "A", request, sample.token_ids)[edge:].max() > 0.5
+
+
+async def test_swap_in_mid_generation_is_exact(engine: Engine, tied_model: Any) -> None:
+    await check_swap(engine, tied_model)
+    (request,) = some_requests(1, length=30)  # its prompt was cached under A
+    sample = (await collect(engine, [request]))[request.key]
+    assert sample.segments == (Segment(Version(1), 30),)
+    assert sample.logprobs == pytest.approx(
+        tied_model.logprobs("B", request.prompt_ids, sample.token_ids), abs=TOLERANCE
+    )
+
+
+def spoil_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(384, 127)
+
+
+def spoil_dtype(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].bfloat16()
+
+
+def drop_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+
+
+def add_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = torch.zeros(128, 128)
+
+
+@pytest.mark.parametrize("spoil", [spoil_shape, spoil_dtype, drop_tensor, add_tensor])
+async def test_a_file_of_another_layout_is_refused(engine: Engine, tied_model: Any, tmp_path: Path, spoil: Any) -> None:
+    requests = some_requests(3, length=20)
+    good = await collect(engine, requests)
+    tensors = load_file(tied_model.files["B"])
+    spoil(tensors)
+    save_file(tensors, tmp_path / "bad.safetensors")
+    with pytest.raises(EngineError, match="does not fit"):
+        await engine.load(Version(1), tmp_path / "bad.safetensors")
+    assert engine.version == 0
+    assert await collect(engine, requests) == good
+
+
+async def test_a_file_cut_short_or_missing_is_refused(engine: Engine, tied_model: Any, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(tied_model.files["B"].read_bytes()[:-10])
+    for weights in (cut, tmp_path / "none.safetensors"):
+        with pytest.raises(EngineError, match="cannot be read"):
+            await engine.load(Version(1), weights)
+
+
+async def test_a_load_that_fails_half_way_leaves_the_old_weights(
+    engine: Engine, tied_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check before the pause is taken out, so that the failure comes in the middle of the swap."""
+    tensors = load_file(tied_model.files["B"])
+    spoil_shape(tensors)
+    save_file(tensors, tmp_path / "bad.safetensors")
+    monkeypatch.setattr(sys.modules[type(engine).__module__], "check_layout", lambda *_, **__: None)
+    short, *longs = some_requests(4, length=100)
+    samples = {}
+    async for sample in engine.generate([replace(short, max_new_tokens=10), *longs]):
+        samples[sample.key] = sample
+        if sample.key == short.key:
+            with pytest.raises(EngineError, match="Version 0 is served on"):
+                await engine.load(Version(1), tmp_path / "bad.safetensors")
+    for request in longs:
+        sample = samples[request.key]
+        assert sample.segments == (Segment(Version(0), 100),)
+        expected = tied_model.logprobs("A", request.prompt_ids, sample.token_ids)
+        assert sample.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    await engine.load(Version(2), tied_model.files["B"])
+    scores = await engine.score(longs[0].prompt_ids, samples["r1"].token_ids)
+    expected = tied_model.logprobs("B", longs[0].prompt_ids, samples["r1"].token_ids)
+    assert scores == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_score_agrees_with_the_reference_up_to_the_full_length(engine: Engine, tied_model: Any) -> None:
+    prompt_ids = (5, 6, 7)
+    for num in (1, 40, MAX_LEN - 3):
+        completion_ids = [(i * 37 + 11) % 128 for i in range(num)]
+        scores = await engine.score(prompt_ids, completion_ids)
+        expected = tied_model.logprobs("A", prompt_ids, completion_ids)
+        assert scores == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_ids": ()},
+        {"prompt_ids": (128,)},
+        {"prompt_ids": (-1,)},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": MAX_LEN},
+        {"seed": 2**63},
+        {"temperature": float("nan")},
+        {"first_position": -1},
+    ],
+)
+async def test_a_request_out_of_range_is_refused_and_harms_nobody(engine: Engine, changes: dict[str, Any]) -> None:
+    good, bad = some_requests(2, length=5)
+    with pytest.raises(EngineError, match=r"refused|cannot be sampled"):
+        await collect(engine, [good, replace(bad, **changes)])
+    assert len((await collect(engine, [good]))[good.key].token_ids) == 5
+
+
+async def test_samples_that_nobody_waits_for_are_dropped(engine: Engine) -> None:
+    """All places are taken by long samples; once those are given up, a short one goes through before they could end."""
+    samples = engine.generate(some_requests(17, length=2)[:1] + some_requests(40, length=350)[1:])
+    await anext(samples)
+    await samples.aclose()  # type: ignore[attr-defined]
+    async with asyncio.timeout(EVENT_DEADLINE_S):
+        ticks = 0
+        short = asyncio.create_task(collect(engine, some_requests(1, length=5)))
+        while not short.done():
+            await asyncio.sleep(0)
+            ticks += 1
+    assert ticks > 10  # the loop was free while the engine worked
+
+
+async def test_a_load_given_up_leaves_an_engine_that_samples(engine: Engine, tied_model: Any) -> None:
+    for num_turns in range(4):  # of the loop, before the caller gives up
+        load = asyncio.create_task(engine.load(Version(1), tied_model.files["B"]))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        load.cancel()
+        await asyncio.wait({load})
+    await engine.load(Version(2), tied_model.files["B"])
+    (request,) = some_requests(1, length=5)
+    assert (await collect(engine, [request]))[request.key].segments == (Segment(Version(2), 5),)
+
+
+def engine_processes() -> set[psutil.Process]:
+    """Children of this process, but for the helper of multiprocessing, which ends with its owner."""
+    children = psutil.Process().children(recursive=True)
+    return {child for child in children if "resource_tracker" not in " ".join(child.cmdline())}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_untied_model_from_start_to_loss_or_close(kind: str, untied_model: Any) -> None:
+    before = engine_processes()
+    engine = new_engine(kind)
+    with pytest.raises(EngineError):
+        await collect(engine, some_requests(1, length=1))
+    await engine.start(untied_model.folder, Version(0), untied_model.files["A"])
+    await check_swap(engine, untied_model)
+
+    doomed = asyncio.create_task(collect(engine, some_requests(2, length=350)))
+    await collect(engine, some_requests(1, length=2))
+    started = engine_processes() - before
+    if kind == "vllm":
+        for process in started:
+            process.kill()
+        async with asyncio.timeout(EVENT_DEADLINE_S):
+            with pytest.raises(EngineError):
+                await doomed
+            with pytest.raises(EngineError):
+                await engine.load(Version(2), untied_model.files["A"])
+        await engine.close()
+    else:
+        await engine.close()
+        assert {sample.finish_reason for sample in (await doomed).values()} == {"abort"}
+    with pytest.raises(EngineError):
+        await engine.score((1,), (2,))
+    assert bool(started) == (kind == "vllm")
+    assert not [process for process in started if process.is_running()]
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+import psutil
+from node.rollout.engine import SampleRequest
+from node.rollout.selection import make_engine
+
+async def main(folder, weights):
+    engine = make_engine("vllm", max_num_seqs=4, max_model_len=64)
+    await engine.start(Path(folder), 0, Path(weights))
+    pids = [str(child.pid) for child in psutil.Process().children(recursive=True)]
+    print("ready", *pids, flush=True)
+    await asyncio.Event().wait()
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+async def test_no_process_outlives_a_killed_owner(tied_model: Any, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    arguments = [sys.executable, str(script), str(tied_model.folder), str(tied_model.files["A"])]
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    root = Path(__file__).parents[2]
+    owner = await asyncio.create_subprocess_exec(
+        *arguments,
+        env={"PYTHONPATH": str(root), "PATH": os.environ["PATH"], "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert owner.stdout
+    try:
+        async with asyncio.timeout(OWNER_DEADLINE_S):
+            while not (line := await owner.stdout.readline()).startswith(b"ready"):
+                assert line, "the owner ended before its engine was ready"  # vllm prints lines of its own
+        children = [psutil.Process(int(pid)) for pid in line.split()[1:]]
+        assert children
+        assert list(temporary.glob("hexcomb-engine-*"))
+    finally:
+        if owner.returncode is None:
+            owner.kill()
+        await owner.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=EVENT_DEADLINE_S)
+    assert not alive
+    assert not list(temporary.glob("hexcomb-engine-*"))
