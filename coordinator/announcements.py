@@ -47,6 +47,7 @@ class Announcer:
     ) -> None:
         self._home, self._spec, self._authority, self._sessions = home, spec, authority, sessions
         self._scoring, self._evaluations, self._clock = scoring, evaluations, clock
+        self.bootstraps: Callable[[], list[str]] = list
         self._plan: tuple[str, control_pb2.SessionResponse] | None = None
 
     async def carry_out(self, effect: Effect) -> None:
@@ -79,7 +80,12 @@ class Announcer:
     async def greeting(self, peer_id: PeerId) -> list[control_pb2.SessionResponse]:
         """All that a node must know when its stream opens."""
         state = self._authority.core.state
-        welcome = control_pb2.Welcome(run_spec=self._spec.to_bytes(), now_ms=self._clock(), epoch=state.epoch)
+        welcome = control_pb2.Welcome(
+            run_spec=self._spec.to_bytes(),
+            now_ms=self._clock(),
+            epoch=state.epoch,
+            dht_bootstraps=self.bootstraps(),
+        )
         messages = [control_pb2.SessionResponse(welcome=welcome)]
         if state.head is not None:
             announced = await self.announced(state.head.version)

@@ -106,6 +106,7 @@ class Coordinator:
         announcer = Announcer(
             self._home, self._rules.spec, self._authority, self._sessions, scoring, evaluations, clock_ms
         )
+        announcer.bootstraps = self._bootstraps
         office = Office(
             home=self._home,
             spec=self._rules.spec,

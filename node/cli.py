@@ -184,7 +184,6 @@ def join_swarm() -> None:
 
 def run_app(application: typer.Typer) -> None:
     """Runs a command line; every failure leaves with its own exit code."""
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")  # children are executed, never forked on
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         application(standalone_mode=True)  # typer itself leaves with 2 on a usage error

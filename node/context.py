@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from node.compute.messages import ChildEvent
 from node.control import ControlClient
 from node.home import Home
-from node.joined import Joined
+from node.joined import Joined, write_joined
 from node.presence import Presence
 from node.session import Session
 from node.settings import NodeSettings
@@ -57,6 +59,12 @@ class Node:
         if self.state.spec is None:
             raise UnreachableError("the coordinator has not said yet what the run is")
         return self.state.spec
+
+    def note_bootstraps(self, bootstraps: tuple[str, ...]) -> None:
+        """Remembers where the directory is entered; there may have been none yet when the node joined."""
+        if bootstraps and bootstraps != self.joined.bootstraps:
+            self.joined = msgspec.structs.replace(self.joined, bootstraps=bootstraps)
+            write_joined(self.home, self.joined)
 
     async def start_compute(self) -> ChildProcess:
         """A fresh compute child. Raises `EngineError`."""

@@ -8,6 +8,7 @@ are given back and no child is left.
 import asyncio
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import assert_never
 
@@ -37,8 +38,10 @@ from node.settings import NodeSettings
 from node.socket import verbs_of
 from node.state import NodeState
 from node.versions import Versions
+from node.weights.fetch import Holder
 from node.weights.service import WeightService
 from node.work import Work
+from protocol.child_serve import leave
 from protocol.errors import HexcombError, PortInUseError
 from protocol.grpc_options import SERVER_OPTIONS
 from protocol.ids import Version
@@ -47,6 +50,9 @@ from protocol.tls import ServedLeaf, server_credentials
 from protocol.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 
 STOP_DEADLINE_S = 10.0
+"""After it the process leaves at once; the kernel ends its children, and leases expire."""
+SAME_SIGNAL_S = 1.0
+"""A wrapper and its group may both pass the same signal on; only a later one means impatience."""
 
 log = structlog.get_logger("daemon")
 
@@ -64,7 +70,7 @@ class Daemon:
             run_id=joined.run_id,
             coordinator_key=joined.coordinator_key,
             leaf=lambda: served.leaf,
-            find=lambda version: self.node.presence.find_holders(version),
+            find=self._find_holders,
         )
         presence = Presence(
             home=home,
@@ -78,14 +84,14 @@ class Daemon:
         self.node = Node(home, joined, settings, served, state, control, versions, presence, session)
         self.work = Work(self.node)
         self._stop = asyncio.Event()
-        self.was_interrupted = False
+        self.was_interrupted, self._told_s = False, 0.0
 
     def stop(self) -> None:
         """Asks the daemon to end; it takes up to `STOP_DEADLINE_S` seconds."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Until `stop`, SIGTERM or SIGINT; a second signal ends the process at once."""
+        """Until `stop`, SIGTERM or SIGINT; a second signal, later, ends the process at once."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -96,6 +102,16 @@ class Daemon:
             await stack.enter_async_context(answering(self.node.home.socket, verbs_of(self)))
             await self._keep_going()
         log.info("node stopped")
+
+    async def _find_holders(self, version: Version) -> Sequence[Holder]:
+        """Who holds a version now: as the coordinator says, if it does, and as the directory says."""
+        named: tuple[Holder, ...] = ()
+        try:
+            announced = await self.node.control.get_manifest(version)
+            named = announced_holders(announced.holders, but=self.node.peer_id)
+        except HexcombError as error:
+            log.info("coordinator names no holders", version=version, why=error.sentence())
+        return (*named, *await self.node.presence.find_holders(version))
 
     async def _keep_going(self) -> None:
         node = self.node
@@ -109,16 +125,18 @@ class Daemon:
             log.info("node stopping")
             for task in running:
                 task.cancel()
-            asyncio.get_running_loop().call_later(STOP_DEADLINE_S, self._complain)
+            asyncio.get_running_loop().call_later(STOP_DEADLINE_S, self._give_up)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop.is_set():
-            raise SystemExit(128 + number)
-        self.was_interrupted = number == signal.SIGINT
-        self._stop.set()
+        if not self._stop.is_set():
+            self.was_interrupted, self._told_s = number == signal.SIGINT, time.monotonic()
+            self._stop.set()
+        elif time.monotonic() - self._told_s > SAME_SIGNAL_S:
+            leave(128 + number)
 
-    def _complain(self) -> None:
-        log.warning("node still stopping", activity=self.node.state.activity)
+    def _give_up(self) -> None:
+        log.error("node did not stop in time, leaving", deadline_s=STOP_DEADLINE_S)
+        leave(1)
 
     async def _serve_peers(self) -> grpc.aio.Server:
         """Serves chunks and manifests on any free port of the listening address."""
@@ -149,8 +167,9 @@ class Daemon:
     def _note(self, order: Order) -> None:
         node, state = self.node, self.node.state
         match order:
-            case Welcome(spec, now_ms, epoch):
+            case Welcome(spec, now_ms, epoch, bootstraps):
                 state.spec, state.epoch = spec, epoch
+                node.note_bootstraps(bootstraps)
                 state.clock_offset_ms = now_ms - int(time.time() * 1000)
             case RoleAssigned(role, reason):
                 if role != state.role:

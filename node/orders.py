@@ -19,11 +19,12 @@ from protocol.wire import signed_manifest, signed_plan, slot_key, task_key
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The run, the coordinator's clock (Unix ms), and the count of its starts."""
+    """The run, the coordinator's clock (Unix ms), the count of its starts, and where the directory is entered."""
 
     spec: RunSpec
     now_ms: int
     epoch: int
+    bootstraps: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ def _welcome(message: control_pb2.Welcome) -> Welcome:
         spec = RunSpec.from_bytes(message.run_spec)
     except ValueError as error:  # msgspec's errors are ValueErrors
         raise _unknown(f"the run's spec cannot be read: {error}") from error
-    return Welcome(spec, message.now_ms, message.epoch)
+    return Welcome(spec, message.now_ms, message.epoch, tuple(message.dht_bootstraps))
 
 
 def _role(text: str) -> Role:

@@ -146,9 +146,10 @@ class Presence:
     async def _publish(self, directory: Directory) -> None:
         """A fresh record every `PUBLISH_EVERY_S`, and at once when role, versions or endpoints change."""
         told: Record | None = None
-        told_s = 0.0
+        told_s, dialled = 0.0, self._joined().bootstraps
         while True:
             ticks = self._state.ticks
+            dialled = await self._dial_new(directory, dialled)
             record = self._record()
             if told is None or _meaning(record) != _meaning(told) or time.monotonic() - told_s >= PUBLISH_EVERY_S:
                 try:
@@ -159,6 +160,17 @@ class Presence:
                 told, told_s = record, time.monotonic()
             await self._state.wait_changed(ticks, timeout_s=PUBLISH_EVERY_S / 4)
             await asyncio.sleep(0.5)  # what changes together is told once
+
+    async def _dial_new(self, directory: Directory, dialled: tuple[str, ...]) -> tuple[str, ...]:
+        """Enters the directory by bootstraps that the coordinator has named since; returns those dialled."""
+        wanted = self._joined().bootstraps
+        if wanted == dialled:
+            return dialled
+        try:
+            await directory.set_bootstraps(wanted)
+        except HexcombError as error:
+            log.warning("bootstraps not dialled", why=error.sentence())
+        return wanted
 
     def _record(self) -> Record:
         capability, now_ms = self._state.capability, self._state.now_ms()

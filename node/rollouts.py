@@ -160,7 +160,7 @@ class RolloutWork:
 
     def _note_loaded(self, version: Version) -> None:
         state = self._node.state
-        state.loaded = (version, self._node.versions.root(version))
+        state.loaded, state.trouble = (version, self._node.versions.root(version)), ""
         state.changed()
         self._node.session.beat_now()
 

@@ -32,7 +32,8 @@ def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
         version = request.get("version")
         if not isinstance(version, int) or version < 0:
             raise UsageError(f"{version!a} is not a version", remedy="Name it by its number.")
-        manifest = await node.versions.fetch_by_directory(Version(version))
+        holders = await node.presence.find_holders(Version(version))
+        manifest = await node.versions.fetch_from_peers(Version(version), holders)
         node.state.changed()
         body = manifest.body
         return {"version": version, "root": body.root, "num_chunks": len(body.chunks), "num_bytes": body.num_bytes}

@@ -33,7 +33,7 @@ MANIFEST_DEADLINE_S = 10.0
 MAX_ANNOUNCED = 8
 
 HolderSource = Callable[[Version], Awaitable[Sequence[Holder]]]
-"""Finds holders in the directory."""
+"""Finds holders by asking now, of whoever may know."""
 
 log = structlog.get_logger("versions")
 
@@ -152,10 +152,8 @@ class Versions:
             await asyncio.to_thread(materialize_model, body, self.blobs, self.model_dir)
         return self.model_dir
 
-    async def fetch_by_directory(self, version: Version) -> Manifest:
-        """Gets manifest and chunks of a version from whoever the directory names: the coordinator is not
-        asked."""
-        holders = await self._find(version)
+    async def fetch_from_peers(self, version: Version, holders: Sequence[Holder]) -> Manifest:
+        """Gets manifest and chunks of a version from `holders`; the coordinator is not asked."""
         for holder in holders if version not in self._known else ():
             try:
                 signed = await fetch_manifest(

@@ -6,6 +6,7 @@ grows, and a role that changes ends the job first; versions that nobody within t
 """
 
 import asyncio
+import itertools
 import random
 import time
 
@@ -138,9 +139,22 @@ class Work:
             state.activity = f"idle: {state.role_reason}" if state.role_reason else "idle"
             if head is not None and head not in versions.held:
                 state.activity = f"fetching version {head} for others"
-                await versions.fetch(head)
+                await self._fetch_somehow(head)
                 continue
             await state.wait_changed(ticks)
+
+    async def _fetch_somehow(self, version: Version) -> None:
+        """Fetches a version, again and again until it is here or a newer one is out: holders may be slow to appear."""
+        for attempt in itertools.count():
+            if self._node.versions.head != version:
+                return
+            try:
+                await self._node.versions.fetch(version)
+                self._node.state.trouble = ""
+                return
+            except HexcombError as error:
+                self._node.state.trouble = error.sentence()
+                await asyncio.sleep(backoff_s(attempt, chance=random.random(), base_s=0.5, cap_s=5.0))
 
     async def _wait_for_version(self) -> None:
         state = self._node.state
@@ -152,13 +166,16 @@ class Work:
         """The node's rates, before any job disturbs them; without them it takes part all the same."""
         node = self._node
         await self._wait_for_version()
-        head = node.versions.head
+        while (head := node.versions.head) is not None and head not in node.versions.held:
+            node.state.activity = f"fetching version {head}"
+            await self._fetch_somehow(head)
         assert head is not None
         for attempt in range(3):
             try:
                 node.state.activity = "measuring this machine"
                 model_dir = await node.versions.make_model_dir(head)
                 node.state.capability = await measure(node, model_dir)
+                node.state.trouble = ""
                 node.session.introduce_again()
                 node.state.changed()
                 return

@@ -130,9 +130,9 @@ def _grant(state: State, fact: f.LeaseGranted) -> None:
 
 def _close(state: State, fact: f.LeaseClosed) -> None:
     if fact.how == "expired":
-        node = state.nodes[state.leases[fact.lease_id].peer_id]
-        node.credit //= 2
-        node.num_late += 1
+        lease = state.leases[fact.lease_id]
+        node = state.nodes[lease.peer_id]
+        node.credit, node.num_late = max(0, node.credit - len(lease.slots)), node.num_late + 1
     for place in list(state.leases[fact.lease_id].slots):
         _end_claim(state, fact.lease_id, place, how=fact.how)
         _wait_again(state, place)

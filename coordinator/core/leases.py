@@ -24,6 +24,11 @@ from protocol.errors import (
 from protocol.ids import LeaseId, PeerId, SlotKey, TaskKey, Version
 from protocol.lag import capacity, is_fresh
 
+FIRST_GROUPS = 4
+"""Groups' worth of slots that a node may hold before it has filled any."""
+
+MAX_HALVINGS = 20
+
 
 def request_work(turn: Turn, event: WorkRequested) -> Grant:
     """A lease of at most `num_slots` slots.
@@ -131,8 +136,9 @@ def _check_version(turn: Turn, event: WorkRequested) -> None:
 
 
 def _allowance(turn: Turn, peer_id: PeerId) -> int:
-    """Slots that the node may take on top of what it holds, so that no node sits on all the work: its part, by
-    measured rate, of all slots that may be under way, but at least one group."""
+    """Slots that the node may take on top of what it holds, so that no node sits on all the work: its part, by the rate
+    that it claims, of all slots that may be under way, but at least one group; and no more than it has earned: a few
+    groups at first, one slot more for each one filled, half of it all for each lease that ran out since the last."""
     spec, soft = turn.rules.spec, turn.soft
     peers = live_in_role(turn, "rollout")
     rates = {
@@ -142,7 +148,9 @@ def _allowance(turn: Turn, peer_id: PeerId) -> int:
     part = rates[peer_id] / total if total > 0 else 1 / len(peers)
     num_groups = min(turn.rules.max_concurrent, (turn.max_lag + 1) * spec.groups_per_batch)
     most = max(spec.group_size, math.ceil(part * num_groups * spec.group_size))
-    return most - turn.state.nodes[peer_id].num_leased
+    node = turn.state.nodes[peer_id]
+    earned = (FIRST_GROUPS * spec.group_size + node.credit) >> min(node.num_late, MAX_HALVINGS)
+    return min(most, max(1, earned)) - node.num_leased
 
 
 def _waiting_slots(turn: Turn, *, version: Version, limit: int) -> list[SlotKey]:

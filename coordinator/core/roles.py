@@ -1,8 +1,9 @@
 """Who trains and who generates: one pure function from measured rates to roles.
 
 Invariants: the answer depends on nothing but its arguments, ties are broken by peer id; a living node keeps its role,
-with two exceptions that keep the swarm going: the best rollout node takes the seat of a lost trainer if another
-rollout node remains, and the slowest trainer generates if no rollout node is left. A trainer must be reachable and
+with three exceptions that keep the swarm going: the best rollout node takes the seat of a lost trainer if another
+rollout node remains; it changes places with a trainer whose rounds fail; and the slowest trainer generates if no
+rollout node is left. A trainer must be reachable and
 must have a training rate. A node alone becomes trainer if it can: the role whose work (fetch, warm up) takes longest.
 """
 
@@ -22,12 +23,14 @@ class Candidate:
     allowed: InviteRole
     capability: Capability | None
     role: Role | None
+    is_failing: bool = False
 
     @property
     def can_train(self) -> bool:
         """Whether it may be given a trainer's seat."""
         known = self.capability
-        return self.allowed != "rollout" and known is not None and known.reachable and known.train_tokens_per_s > 0
+        fit = known is not None and known.reachable and known.train_tokens_per_s > 0
+        return fit and self.allowed != "rollout" and not self.is_failing
 
     @property
     def can_generate(self) -> bool:
@@ -85,12 +88,29 @@ def decide_roles(
         given[node.peer_id] = Given("rollout", "generates rollouts")
         rollouts.append(node)
 
+    _replace_failing(given, trainers, rollouts)
     _fill_vacancy(given, trainers, rollouts, num_seats=min(wanted - len(trainers), num_vacant_seats))
     _keep_one_generating(given, trainers, rollouts, num_rollouts=num_rollouts)
     for node in free:
         if node.peer_id not in given and node.role is None:
             given[node.peer_id] = Given("idle", _why_idle(node))
     return given
+
+
+def _replace_failing(given: dict[PeerId, Given], trainers: list[Candidate], rollouts: list[Candidate]) -> None:
+    """A failing trainer and the best rollout node change places, as long as somebody is left to generate."""
+    able = sorted((c for c in rollouts if c.can_train), key=lambda c: c.rank)
+    for node in [c for c in trainers if c.is_failing]:
+        if not able or not (node.can_generate or len(rollouts) > 1):
+            return
+        other = able.pop(0)
+        given[other.peer_id] = Given("trainer", "takes the seat of a trainer that failed")
+        given[node.peer_id] = Given("rollout" if node.can_generate else "idle", "its rounds failed again and again")
+        trainers.remove(node)
+        rollouts.remove(other)
+        trainers.append(other)
+        if node.can_generate:
+            rollouts.append(node)
 
 
 def _fill_vacancy(

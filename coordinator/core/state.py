@@ -43,8 +43,9 @@ class Invite:
 
 @dataclass(slots=True)
 class Node:
-    """An enrolled key. `num_leased` counts the slots that it holds now. `credit` grows with each slot that it fills and
-    is halved when a lease of its expires; `num_late` counts the expiries since it last filled one. `num_strikes` counts
+    """An enrolled key. `num_leased` counts the slots that it holds now. `credit` is the
+    slots that it filled less those that it let expire; `num_late` counts the leases that expired since it last filled
+    one. `num_strikes` counts
     the attempts in a row that failed because of it; it is left out of rounds below version `left_out_until`."""
 
     invite_id: InviteId

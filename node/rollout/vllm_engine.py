@@ -25,6 +25,7 @@ from protocol.ids import Version
 
 CONTROL_DEADLINE_S = 300.0
 CLOSE_DEADLINE_S = 10.0
+MAX_TEMP_PATH_CHARS = 45  # a socket's whole path may have 107, and vLLM's names for them are long
 BLOCK_SIZE = 32  # the smallest that the CPU kernels take: the prefix cache works on short prompts too
 MIN_KV_CACHE_BYTES = 64 << 20
 MAX_KV_CACHE_BYTES = 1 << 30  # samples that find no room wait or are recomputed
@@ -131,7 +132,9 @@ class VllmEngine:
             os.environ.setdefault(name, value)
         torch_guard.block_broken_extras()
         self._facts = read_facts(model_dir, weights, max_model_len=self._max_model_len)
-        self._folder = tempfile.TemporaryDirectory(prefix="hexcomb-engine-")
+        parent = tempfile.gettempdir()
+        parent = parent if len(parent) <= MAX_TEMP_PATH_CHARS else "/tmp"
+        self._folder = tempfile.TemporaryDirectory(prefix="hexcomb-engine-", dir=parent)
         try:
             stage_model(Path(self._folder.name), model_dir, weights, tied=self._facts.tied)
             self._engine = self._launch(Path(self._folder.name))

@@ -208,22 +208,28 @@ class Welcome(message.Message):
     RUN_SPEC_FIELD_NUMBER: builtins.int
     NOW_MS_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    DHT_BOOTSTRAPS_FIELD_NUMBER: builtins.int
     run_spec: builtins.bytes
     """The run's spec, as `protocol.run.RunSpec` encodes it."""
     now_ms: builtins.int
     """The coordinator's clock, milliseconds since 1970."""
     epoch: builtins.int
     """Counts the coordinator's starts."""
+    @builtins.property
+    def dht_bootstraps(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Multiaddresses of DHT bootstraps."""
+
     def __init__(
         self,
         *,
         run_spec: builtins.bytes = ...,
         now_ms: builtins.int = ...,
         epoch: builtins.int = ...,
+        dht_bootstraps: abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["epoch", b"epoch", "now_ms", b"now_ms", "run_spec", b"run_spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["dht_bootstraps", b"dht_bootstraps", "epoch", b"epoch", "now_ms", b"now_ms", "run_spec", b"run_spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

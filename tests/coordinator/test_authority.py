@@ -85,9 +85,7 @@ class Bench:
 
     async def lease(self, num_slots: int = 4) -> Grant:
         lease_id = LeaseId(f"{len(self.authority.core.state.leases)}-{self.authority.core.state.next_index}")
-        return await self.authority.submit(
-            e.WorkRequested(PeerId("r"), Version(0), BASE.root, num_slots, lease_id)
-        )
+        return await self.authority.submit(e.WorkRequested(PeerId("r"), Version(0), BASE.root, num_slots, lease_id))
 
     async def fill(self, grant: Grant, slot: SlotKey) -> Receipt:
         event = e.RolloutSubmitted(PeerId("r"), grant.lease_id, slot, Digest(str(slot)), ((Version(0), 4),))

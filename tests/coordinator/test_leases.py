@@ -92,6 +92,23 @@ def test_one_node_cannot_sit_on_all_the_work(world: World) -> None:
         world.lease("r1", 1)
 
 
+def test_a_node_that_fills_nothing_gets_less_and_less_whatever_it_claims() -> None:
+    world = World(make_rules(groups_per_batch=100))
+    world.start(rollouts=2)
+    world.do(e.CapabilityLearned(PeerId("r0"), e.Capability(1e12, 1.0, 1, "liar")))
+    sizes = []
+    for _ in range(5):
+        sizes.append(len(world.lease("r0", 1000).slots))
+        for _ in range(20):
+            world.tick(1.0)
+            world.see_all()
+    assert sizes == [8, 4, 2, 1, 1]
+    grant = world.lease("r0", 1000)
+    world.submit(grant, grant.slots[0])
+    assert len(world.lease("r0", 1000).slots) == 9, "once it fills one it has its first groups again, and one more"
+    assert len(world.lease("r1", 1000).slots) == 2, "by the rates that both claim the other has the smallest part"
+
+
 def test_max_concurrent_bounds_running_groups() -> None:
     world = World(make_rules(max_concurrent=1))
     world.start()

@@ -1,5 +1,7 @@
 """Who trains and who generates: from rates, with hysteresis, and without ever stopping the swarm."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,6 +75,18 @@ def test_lost_trainer_is_replaced_by_the_best_rollout_node_if_another_remains() 
     assert decide(two[0], vacant=1) == {}
     slow = [node("a", rate=1, role="rollout", allowed="rollout"), node("b", role="rollout", reachable=False)]
     assert decide(*slow, vacant=1) == {}
+
+
+def test_failing_trainer_changes_places_with_the_best_rollout_node() -> None:
+    def failing(allowed: e.InviteRole = "auto") -> Candidate:
+        return replace(node("t", rate=9, role="trainer", allowed=allowed), is_failing=True)
+
+    a, b = node("a", rate=1, role="rollout"), node("b", rate=2, role="rollout")
+    assert decide(failing(), a, b) == {"b": "trainer", "t": "rollout"}
+    assert decide(failing(), a) == {"a": "trainer", "t": "rollout"}
+    assert decide(failing("trainer"), a, b) == {"b": "trainer", "t": "idle"}
+    assert decide(failing("trainer"), a) == {}, "somebody must generate"
+    assert decide(failing(), node("a", role="rollout", allowed="rollout")) == {}
 
 
 def test_one_of_two_of_several_trainers_lost() -> None:

@@ -13,7 +13,7 @@ from coordinator.core.state import encode_state
 from protocol.errors import HexcombError, ManifestRefusedError, NotEnrolledError, RoundStaleError
 from protocol.ids import PeerId, RoundId, SlotKey, TaskKey, Version
 from protocol.round import Member, Shard
-from tests.coordinator.world import World, make_body, make_rules
+from tests.coordinator.world import BASE, World, make_body, make_rules
 
 
 def started(*, trainers: int = 2, **changes: object) -> World:
@@ -168,6 +168,58 @@ def test_repeated_failures_are_paced() -> None:
     assert world.core.state.round is None
     world.tick(0.1)
     assert world.round_id == "0.4"
+
+
+def test_strikes_in_a_row_leave_a_trainer_out_for_longer_each_time() -> None:
+    world = started()
+    out: list[int] = []
+    for version in range(8):
+        if "t1" in members(world):
+            world.do(e.RoundFailed(PeerId("t0"), world.round_id, (PeerId("t1"),), "no part"))
+            out.append(version)
+        assert members(world) == ("t0",)
+        world.finish_round()
+        world.see_all()
+        world.fill_batch()
+    assert out == [0, 1, 3, 7]
+    world.core.state.nodes[PeerId("t1")].left_out_until = 0
+    world.do(e.RoundFailed(PeerId("t0"), world.round_id, (), "mine"))
+    world.finish_round()
+    assert world.core.state.nodes[PeerId("t1")].num_strikes == 0, "a version that it made clears it"
+
+
+def swarm_of_three() -> World:
+    """One trainer, two nodes that generate and could train."""
+    world = World()
+    world.do(e.BaseRegistered(BASE))
+    for name, rate in (("a", 9.0), ("b", 5.0), ("c", 1.0)):
+        world.join(name, rate=rate)
+    world.see_all()
+    world.fill_batch(name="c")
+    return world
+
+
+def test_a_trainer_whose_rounds_fail_gives_its_seat_up() -> None:
+    world = swarm_of_three()
+    for _ in range(3):
+        assert members(world) == ("a",)
+        world.do(e.RoundFailed(PeerId("a"), world.round_id, (), "out of memory"))
+    world.see_all()
+    assert (world.role("a"), world.role("b"), members(world)) == ("rollout", "trainer", ("b",))
+
+
+def test_a_trainer_that_is_never_ready_gives_its_seat_up() -> None:
+    world = World()
+    world.do(e.BaseRegistered(BASE))
+    for name, rate in (("a", 9.0), ("b", 5.0), ("c", 1.0)):
+        world.join(name, rate=rate)
+    world.see("c")
+    world.fill_batch(name="c")
+    for _ in range(62):
+        world.tick(1.0)
+        world.see_all(but=("a",))
+        world.see("a", version=-1)
+    assert (world.role("a"), world.role("b"), members(world)) == ("rollout", "trainer", ("b",))
 
 
 def test_lost_member_ends_the_round() -> None:

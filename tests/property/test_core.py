@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from coordinator.core import events, leases, ledger, rounds, shares
 from coordinator.core import facts as f
+from coordinator.core.books import check
 from coordinator.core.replies import Grant
 from coordinator.core.turn import Turn
 from protocol.errors import HexcombError
@@ -24,6 +25,7 @@ MAX_LAG = 1
 CAPABILITY = events.Capability(1.0, 1.0, 1, "cpu")
 names = st.sampled_from(NAMES)
 shapes = st.sampled_from(["plain", "old", "both", "future", "backwards", "early"])
+curses = st.sampled_from(["absent", "idler", "unready", "liar"])
 ends = st.sampled_from(["commit", "open", "lie", "silence"])
 
 
@@ -43,8 +45,9 @@ class Swarm(RuleBasedStateMachine):
         self.roots: dict[Version, Digest] = {}
         self.num_seen = 0
 
-    @initialize(num_trainers=st.sampled_from([None, 2, 2]))
-    def begin(self, num_trainers: int | None) -> None:
+    @initialize(num_trainers=st.sampled_from([None, 2, 2]), bad=names, curse=curses)
+    def begin(self, num_trainers: int | None, bad: str, curse: str) -> None:
+        self.bad, self.curse = bad, curse
         self.world.rules = self.world.core.rules = replace(self.world.rules, num_trainers=num_trainers)
         self.world.do(events.BaseRegistered(BASE))
         for name in NAMES[:3]:
@@ -168,7 +171,8 @@ class Swarm(RuleBasedStateMachine):
             "early": ((Version(max(0, slot.version - 1)), 2), (Version(head), 3)),
         }[shape]
         digest = data.draw(st.sampled_from([Digest("x"), Digest("x"), Digest("y")]))
-        reply = self.attempt(events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, digest, pieces))
+        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, digest, pieces)
+        reply = self.attempt(event)
         known = self.accepted.get(slot)
         outcome = getattr(reply, "outcome", None)
         if outcome == "ACCEPTED":
@@ -179,6 +183,8 @@ class Swarm(RuleBasedStateMachine):
             assert head - MAX_LAG <= versions[-1] <= head, "the newest token is too old, or of the future"
             self.accepted[slot], self.segments[slot] = (name, digest), pieces
             self.unscored.append(slot)
+            again = self.attempt(event)
+            assert getattr(again, "outcome", None) == "DUPLICATE", "an acknowledged rollout was forgotten at once"
         elif outcome == "DUPLICATE":
             assert known == (name, digest)
         elif known == (name, digest):
@@ -252,9 +258,7 @@ class Swarm(RuleBasedStateMachine):
             return
         for place, slot in enumerate(grant.slots):
             pieces = ((slot.version, 2), (version, 2)) if spread else ((version, 4),)
-            reply = self.attempt(
-                events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, Digest("x"), pieces)
-            )
+            reply = self.attempt(events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, Digest("x"), pieces))
             assert getattr(reply, "outcome", None) == "ACCEPTED"
             self.accepted[slot], self.segments[slot] = (name, Digest("x")), pieces
             if place < len(grant.slots) - late:
@@ -307,27 +311,37 @@ class Swarm(RuleBasedStateMachine):
             assert (found.peer_id, found.digest) == self.accepted[slot], "an accepted rollout changed"
 
     def teardown(self) -> None:
-        """Whatever happened: two or three healthy nodes make the next version, though one never comes back."""
+        """Whatever happened: three healthy nodes make the next version, though the fourth is absent, or alive and
+        useless: takes work and never does it, never has the weights, or lies about those it made."""
         if not self.roots:
             return
-        before = self.head
-        for _ in range(150):
-            for name in NAMES[:3]:
-                self.world.see(name, version=self.head)
-                self.world.do(events.CapabilityLearned(PeerId(name), CAPABILITY))
+        before, bad = self.head, self.bad
+        self.newcomer()
+        self.world.is_checked = False  # every tenth second is enough here
+        for second in range(300):
+            for name in NAMES:
+                if name != bad or self.curse != "absent":
+                    version = -1 if name == bad and self.curse == "unready" else self.head
+                    self.world.see(name, version=version)
+                    self.world.do(events.CapabilityLearned(PeerId(name), CAPABILITY))
             self.wait(1.0, True)
-            for name in NAMES[:3]:
-                self.fill(name)
+            if self.curse == "idler":
+                self.ask(bad, 100, 0)
+            for name in NAMES:
+                if name != bad:
+                    self.fill(name)
             for slot in self.unscored:
                 self.attempt(events.RolloutScored(slot, float(slot.sample)))
-            self.attest("", "")
+            self.attest(bad if self.curse == "liar" else "", "" if self.curse == "liar" else bad)
+            if self.head > before or second % 10 == 0:
+                check(self.world.core.state)
             if self.head > before:
                 return
         raise AssertionError(f"the swarm stands still: {self.world.core.waiting_for(self.world.now_ms)}")
 
 
 QUICK = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
