@@ -18,7 +18,7 @@ class View:
         self._console = console
         self._live = Live(console=console, refresh_per_second=2, transient=False)
         self._last_line_s = float("-inf")
-        self._last_version = -1
+        self._engines: dict[str, str] = {}
 
     def __enter__(self) -> "View":
         if self._console.is_terminal:
@@ -35,6 +35,8 @@ class View:
 
     def show(self, status: Status, *, page: str) -> None:
         """The swarm now: the whole table on a terminal, else a line every ten seconds in which something moved."""
+        rollouts = [node for node in status["nodes"] if node["role"] == "rollout"]
+        self._engines.update({node["peer_id"]: node["engine"] for node in rollouts if node["engine"]})
         if self._console.is_terminal:
             self._live.update(Group(_headline(status, page), _table(status)))
         elif time.monotonic() - self._last_line_s >= LINE_EVERY_S:
@@ -48,10 +50,10 @@ class View:
         books, leases = status["books"], status["leases"]
         parts = ("running", "queued", "in_round", "trained", "dropped", "filtered", "failed")
         balanced = books["issued"] == sum(books[part] for part in parts)
-        engines = {n["engine"]: 0 for n in status["nodes"] if n["engine"]}
+        engines = dict.fromkeys(self._engines.values(), 0)
         for node in status["nodes"]:
-            if node["engine"]:
-                engines[node["engine"]] += node["rollouts_trained"]
+            if node["peer_id"] in self._engines:
+                engines[self._engines[node["peer_id"]]] += node["rollouts_trained"]
         self.say("")
         self.say(f"held-out accuracy: {before:.3f} before (version 0), {after:.3f} after (version {max(evaluations)})")
         self.say(

@@ -60,19 +60,19 @@ def clock_ms() -> int:
 
 
 class Coordinator:
-    """One running coordinator."""
+    """One running coordinator. `addresses` says where it listens, `ready` in a sentence what it still waits for."""
 
-    def __init__(self, home: CoordinatorHome, run: RunFile) -> None:
-        self._home, self._run = home, run
+    def __init__(self, home: CoordinatorHome, run: RunFile, *, clock: Callable[[], int] = clock_ms) -> None:
+        self._home, self._run, self._clock = home, run, clock
         self._body = read_base(run.base, home)
         self._rules = run.rules(home.run_id, load_tokenizer(run.base))
         journal = Journal(home.journal, run_id=home.run_id)
         core = Core(self._rules, journal.reader.recover())
-        self._authority = Authority(core, journal, clock=clock_ms, sealer=self._seal)
-        self._sessions = Sessions()
+        self.authority = Authority(core, journal, clock=clock, sealer=self._seal)
+        self.sessions = Sessions()
         self._directory: Directory | None = None
-        self._ready = "the coordinator is starting\n"
-        self._addresses: dict[str, str] = {}
+        self.ready = "the coordinator is starting\n"
+        self.addresses: dict[str, str] = {}
 
     async def serve(self) -> None:
         """Runs until SIGTERM or SIGINT."""
@@ -86,37 +86,37 @@ class Coordinator:
             log_path=self._home.path / "grader.log",
         )
         async with grader, asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._authority.run())]
-            await self._authority.submit(CoordinatorStarted())
-            await self._authority.submit(BaseRegistered(self._body))
+            running = [tasks.create_task(self.authority.run())]
+            await self.authority.submit(CoordinatorStarted())
+            await self.authority.submit(BaseRegistered(self._body))
             running += await self._listen(tasks, grader)
             verbs = {"invite": self._create_invite}
             async with answering(self._home.socket, verbs):
-                self._ready = ""
-                log.info("coordinator ready", run=self._run.name, page=self._addresses["status"])
+                self.ready = ""
+                log.info("coordinator ready", run=self._run.name, page=self.addresses["status"])
                 await stop.wait()
             for task in running:
                 task.cancel()
 
     async def _listen(self, tasks: asyncio.TaskGroup, grader: Grader) -> list[asyncio.Task[None]]:
         """Opens every port and starts what serves them."""
-        scoring = Scoring(self._authority, grader)
-        evaluations = Evaluations(self._authority, grader, num_tasks=self._run.evaluation.tasks)
-        registrar = Registrar(self._home, self._authority, clock_ms)
+        scoring = Scoring(self.authority, grader)
+        evaluations = Evaluations(self.authority, grader, num_tasks=self._run.evaluation.tasks)
+        registrar = Registrar(self._home, self.authority, clock_ms)
         announcer = Announcer(
-            self._home, self._rules.spec, self._authority, self._sessions, scoring, evaluations, clock_ms
+            self._home, self._rules.spec, self.authority, self.sessions, scoring, evaluations, clock_ms
         )
         announcer.bootstraps = self._bootstraps
         office = Office(
             home=self._home,
             spec=self._rules.spec,
-            authority=self._authority,
+            authority=self.authority,
             registrar=registrar,
-            sessions=self._sessions,
+            sessions=self.sessions,
             announcer=announcer,
             grader=grader,
             evaluations=evaluations,
-            clock=clock_ms,
+            clock=self._clock,
         )
         leaf = ServedLeaf(self_issued_leaf(self._home.identity, now_ms=clock_ms()))
         control = grpc.aio.server(options=SERVER_OPTIONS)
@@ -125,7 +125,7 @@ class Coordinator:
         join = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=64)
         service = JoinService(
             self._home,
-            self._authority,
+            self.authority,
             registrar,
             control_addresses=self._control_addresses,
             bootstraps=self._bootstraps,
@@ -135,9 +135,9 @@ class Coordinator:
         self._open(control, "control", self._run.listen.control_port, server_credentials(leaf, coordinator_key=key))
         self._open(join, "join", self._run.listen.join_port, join_server_credentials(leaf))
         host, port = status.getsockname()[:2]
-        self._addresses["status"] = f"http://{host}:{port}/"
-        reporter = Reporter(self._authority, self._run, clock=clock_ms)
-        web = make_server(make_app(report=reporter.report, ready=lambda: self._ready))
+        self.addresses["status"] = f"http://{host}:{port}/"
+        reporter = Reporter(self.authority, self._run, clock=clock_ms)
+        web = make_server(make_app(report=reporter.report, ready=lambda: self.ready))
         await control.start()
         await join.start()
         parts = [
@@ -145,7 +145,7 @@ class Coordinator:
             self._renew(leaf), web.serve(sockets=[status]), _until_cancelled(control, join),
         ]  # fmt: skip
         started = [tasks.create_task(part) for part in parts]
-        self._home.write_addresses(self._addresses)
+        self._home.write_addresses(self.addresses)
         return started
 
     def _open(self, server: grpc.aio.Server, name: str, wish: int, credentials: grpc.ServerCredentials) -> None:
@@ -155,7 +155,7 @@ class Coordinator:
             bound = server.add_secure_port(f"{host}:{port}", credentials)
         except RuntimeError as error:
             raise _port_in_use(name, host, port) from error
-        self._addresses[name] = f"{host}:{bound}"
+        self.addresses[name] = f"{host}:{bound}"
 
     def _bind(self, host: str, name: str, wish: int) -> socket.socket:
         port = wish or self._earlier_port(name)
@@ -170,19 +170,19 @@ class Coordinator:
         return int(known) if known.isdecimal() else 0
 
     def _control_addresses(self) -> list[str]:
-        port = self._addresses["control"].rpartition(":")[2]
-        return [f"{host}:{port}" for host in self._run.listen.advertise] or [self._addresses["control"]]
+        port = self.addresses["control"].rpartition(":")[2]
+        return [f"{host}:{port}" for host in self._run.listen.advertise] or [self.addresses["control"]]
 
     def _join_addresses(self) -> tuple[str, ...]:
-        port = self._addresses["join"].rpartition(":")[2]
-        return tuple(f"{host}:{port}" for host in self._run.listen.advertise) or (self._addresses["join"],)
+        port = self.addresses["join"].rpartition(":")[2]
+        return tuple(f"{host}:{port}" for host in self._run.listen.advertise) or (self.addresses["join"],)
 
     def _bootstraps(self) -> list[str]:
         return list(self._directory.multiaddrs) if self._directory is not None else []
 
     async def _carry_out(self, announcer: Announcer) -> None:
         while True:
-            effect = await self._authority.effects.get()
+            effect = await self.authority.effects.get()
             try:
                 await announcer.carry_out(effect)
             except HexcombError as error:
@@ -190,7 +190,7 @@ class Coordinator:
 
     async def _tick(self) -> None:
         while True:
-            await self._authority.submit(TimerFired())
+            await self.authority.submit(TimerFired())
             await asyncio.sleep(TIMER_S)
 
     async def _renew(self, leaf: ServedLeaf) -> None:
@@ -225,8 +225,8 @@ class Coordinator:
         )
         directory = await Directory.start(start, log_path=self._home.path / "directory.log")
         known = next((address for address in directory.multiaddrs if "/tcp/" in address), "")
-        self._addresses["dht"] = f"{self._run.listen.host}:{known.split('/tcp/')[1].split('/')[0]}" if known else ""
-        self._home.write_addresses(self._addresses)
+        self.addresses["dht"] = f"{self._run.listen.host}:{known.split('/tcp/')[1].split('/')[0]}" if known else ""
+        self._home.write_addresses(self.addresses)
         return directory
 
     async def _read_directory(self, directory: Directory) -> None:
@@ -234,7 +234,7 @@ class Coordinator:
             for opened in await directory.list_records():
                 event = CapabilityLearned(opened.record.peer_id, capability_in(opened.record))
                 with contextlib.suppress(HexcombError):  # a record of a node that was enrolled elsewhere
-                    await self._authority.submit(event)
+                    await self.authority.submit(event)
             await asyncio.sleep(DIRECTORY_POLL_S)
 
     async def _create_invite(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class Coordinator:
         secret, invite_id = secrets.token_bytes(NUM_INVITE_SECRET_BYTES), InviteId(secrets.token_hex(8))
         expires_ms = clock_ms() + int(request["expires_s"] * 1000)
         event = InviteCreated(invite_id, stored_secret(secret).hex(), request["uses"], expires_ms, request["role"])
-        await self._authority.submit(event)
+        await self.authority.submit(event)
         invite = Invite(
             run_id=self._home.run_id,
             coordinator_key=self._home.identity.public_bytes,

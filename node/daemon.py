@@ -84,6 +84,7 @@ class Daemon:
         self.node = Node(home, joined, settings, served, state, control, versions, presence, session)
         self.work = Work(self.node)
         self._stop = asyncio.Event()
+        self.answers = asyncio.Event()
         self.was_interrupted, self._told_s = False, 0.0
 
     def stop(self) -> None:
@@ -100,6 +101,7 @@ class Daemon:
             stack.push_async_callback(server.stop, 1.0)
             stack.push_async_callback(self.node.control.close)
             await stack.enter_async_context(answering(self.node.home.socket, verbs_of(self)))
+            self.answers.set()
             await self._keep_going()
         log.info("node stopped")
 
@@ -171,10 +173,8 @@ class Daemon:
                 state.spec, state.epoch = spec, epoch
                 node.note_bootstraps(bootstraps)
                 state.clock_offset_ms = now_ms - int(time.time() * 1000)
-            case RoleAssigned(role, reason):
-                if role != state.role:
-                    log.info("role", role=role, reason=reason)
-                state.role, state.role_reason = role, reason
+            case RoleAssigned():
+                self._note_role(order)
             case VersionAnnounced(signed, holders):
                 others = announced_holders(holders, but=node.peer_id)
                 manifest = node.versions.learn(signed, others)
@@ -190,6 +190,15 @@ class Daemon:
                 self.work.cancel(lease_ids)
             case _:
                 assert_never(order)
+
+    def _note_role(self, order: RoleAssigned) -> None:
+        """Takes the role, unless the owner allows another one alone: then the node passes weights on."""
+        role, reason, wish = order.role, order.reason, self.node.settings.role
+        if wish not in ("auto", role) and role != "idle":
+            role, reason = "idle", f"its owner allows only {wish}, and the coordinator wants a {order.role}"
+        if role != self.node.state.role:
+            log.info("role", role=role, reason=reason)
+        self.node.state.role, self.node.state.role_reason = role, reason
 
     def _note_head(self, version: Version) -> None:
         if self.node.state.head is None or version > self.node.state.head:

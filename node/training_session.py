@@ -119,15 +119,14 @@ class TrainingSession:
             raise VersionFromFutureError("a trainer was to start before any version exists")
         node.state.activity = f"fetching the weights of version {head}"
         weights = await node.versions.make_ready(head)
-        manifest = node.versions.manifest(head)
-        assert manifest is not None
+        body = node.versions.body(head)
         node.state.activity = f"fetching the optimizer's state after version {head}"
-        optimizer_state = await bring_optimizer_state(node, self._child, manifest.body)
+        optimizer_state = await bring_optimizer_state(node, self._child, body)
         node.state.activity = f"starting the trainer on version {head}"
         order = StartTrainer(
             model_dir=str(node.versions.model_dir),
             version=head,
-            body=manifest.body.to_bytes(),
+            body=body.to_bytes(),
             weights=str(weights),
             optimizer_state=optimizer_state,
             optimizer=node.spec.optimizer,
@@ -185,9 +184,7 @@ class TrainingSession:
 
     async def _keep_moments(self, version: Version) -> None:
         """Puts the optimizer's state on the disk, so that the run outlives the loss of all its trainers."""
-        manifest = self._node.versions.manifest(version)
-        if manifest is not None:
-            await keep_optimizer_state(self._node, self._child, manifest.body)
+        await keep_optimizer_state(self._node, self._child, self._node.versions.body(version))
 
     async def _work(self, plan: RoundPlan, payload: bytes) -> None:
         """One round, until it is done, over, replaced, or its deadline has passed."""
@@ -250,12 +247,10 @@ class TrainingSession:
 
     async def _evaluate(self) -> None:
         order, self._orders.evaluation = self._orders.evaluation, None
-        if order is None or order.version != self._version:
-            log.info("evaluation passed over", version=order.version if order else None)
-            return
+        assert order is not None
         self._node.state.activity = f"evaluating version {order.version}"
-        request = Evaluate(order.prompt_ids, self._node.spec.sampling)
         try:
+            request = await self._evaluation_of(order)
             reply = await self._child.request(request, Evaluated, deadline_s=EVALUATE_DEADLINE_S)
             version, completions = Version(reply.version), reply.completions
             await self._node.control.submit_evaluation(version, tasks=order.tasks, completions=completions)
@@ -263,6 +258,15 @@ class TrainingSession:
             if self._child.is_closed:
                 raise
             log.warning("evaluation failed", version=order.version, why=error.sentence())
+
+    async def _evaluation_of(self, order: EvaluationRequested) -> Evaluate:
+        """The child's order: under the version in force, or from the file of one that was in force before."""
+        contract = self._node.spec.sampling
+        if order.version == self._version:
+            return Evaluate(order.prompt_ids, contract)
+        weights = await self._node.versions.make_ready(order.version)
+        body = self._node.versions.body(order.version)
+        return Evaluate(order.prompt_ids, contract, body.to_bytes(), str(weights))
 
     def _note_loaded(self, version: Version) -> None:
         state = self._node.state

@@ -24,7 +24,7 @@ from protocol.certificates import Leaf
 from protocol.errors import ChunkMissingError, HexcombError, ManifestRefusedError, UnreachableError
 from protocol.grpc_options import CLIENT_OPTIONS
 from protocol.ids import Digest, RunId, Version
-from protocol.manifest import Manifest, SignedManifest, open_manifest
+from protocol.manifest import Body, Manifest, SignedManifest, open_manifest
 from protocol.private_files import write_private
 from protocol.tls import channel_credentials, channel_options
 
@@ -100,9 +100,13 @@ class Versions:
         wanted = max(self._held, default=None) if version < 0 else version
         return self._signed.get(wanted) if wanted in self._held else None
 
+    def body(self, version: Version) -> Body:
+        """What the version consists of. Raises `ManifestRefusedError` if it is not known."""
+        return self._require(version).body
+
     def root(self, version: Version) -> Digest:
         """The committed root. Raises `ManifestRefusedError` if the version is not known."""
-        return self._require(version).body.root
+        return self.body(version).root
 
     def weights_path(self, version: Version) -> Path:
         """Where the weight file of a version stands once it is ready."""

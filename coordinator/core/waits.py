@@ -15,8 +15,10 @@ def waiting_for(turn: Turn) -> tuple[str, str]:
         return "FINISHED", f"The run has reached version {state.head.version}, its last."
     if state.round is not None:
         left_s = max(0, state.round.deadline_ms - turn.now_ms) // 1000
-        silent = [peer for peer in state.round.peer_ids if peer not in turn.soft.attestations]
-        return "TRAINING", f"Round {state.round.round_id} has {left_s} s left; no word yet from {', '.join(silent)}."
+        members = state.round.peer_ids
+        num_done = sum(peer in turn.soft.attestations for peer in members)
+        done = f"{num_done} of {len(members)} trainers are done"
+        return "TRAINING", f"Round {state.round.round_id}: {done}, {left_s} s left."
     if not state.roles_given:
         known = sum(peer in turn.soft.capabilities for peer in turn.soft.live)
         return "WAITING_FOR_NODES", f"{known} of {turn.rules.expected_nodes} expected nodes are here."

@@ -142,14 +142,17 @@ class AbortRound(msgspec.Struct, tag=True, frozen=True):
 
 
 class Evaluate(msgspec.Struct, tag=True, frozen=True):
-    """Trainer: complete each prompt greedily under the version in force. Reply: `Evaluated`."""
+    """Trainer: complete each prompt greedily under the version in force, or, where they are given, under the version
+    of `body`, whose safetensors file is `weights`. Reply: `Evaluated`."""
 
     prompt_ids: tuple[tuple[int, ...], ...]
     contract: SamplingContract
+    body: bytes = b""
+    weights: str = ""
 
 
 class Evaluated(msgspec.Struct, tag=True, frozen=True):
-    """The version that was in force, and the completion of each prompt."""
+    """The version that was used, and the completion of each prompt."""
 
     version: int
     completions: tuple[tuple[int, ...], ...]

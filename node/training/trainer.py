@@ -144,6 +144,16 @@ class Trainer:
         limit, stop_ids = contract.max_new_tokens, contract.stop_ids
         return tuple(greedy_completions(self.model, prompts, stop_ids=stop_ids, max_new_tokens=limit))
 
+    def evaluate_other(
+        self, prompts: Sequence[tuple[int, ...]], contract: SamplingContract, *, body: Body, weights: Path
+    ) -> tuple[tuple[int, ...], ...]:
+        """The same under another version, from its weight file. Raises `RootMismatchError` on a file that is not it."""
+        self._bind(read_weights(weights, body))
+        try:
+            return self.evaluate(prompts, contract)
+        finally:
+            self._bind(self.in_force.state.weights_P)
+
     def _bind(self, weights_P: Vector) -> None:
         """Makes the model compute with these weights: as views of them on the CPU, as copies on a GPU."""
         flat_P = torch.from_numpy(weights_P)

@@ -99,8 +99,8 @@ class TrainerJob:
                 if round_id == self._round_id:
                     await self._drop_round("it was aborted")
                 return Done()
-            case Evaluate(prompt_ids, contract):
-                return await self._heavy(self._evaluate, prompt_ids, contract)
+            case Evaluate():
+                return await self._heavy(self._evaluate, message)
             case _:
                 raise EngineError(f"a trainer does not do {type(message).__name__}")
 
@@ -189,9 +189,14 @@ class TrainerJob:
         self._book.close(why)
         self._trainer.abort()
 
-    def _evaluate(self, prompts: tuple[tuple[int, ...], ...], contract: Any) -> Evaluated:
-        version = self._trainer.in_force.body.version
-        return Evaluated(version, self._trainer.evaluate(prompts, contract))
+    def _evaluate(self, message: Evaluate) -> Evaluated:
+        prompts, contract = message.prompt_ids, message.contract
+        if not message.weights:
+            version = self._trainer.in_force.body.version
+            return Evaluated(version, self._trainer.evaluate(prompts, contract))
+        body = Body.from_bytes(message.body)
+        completions = self._trainer.evaluate_other(prompts, contract, body=body, weights=Path(message.weights))
+        return Evaluated(body.version, completions)
 
     def _heavy(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args, **kwargs))

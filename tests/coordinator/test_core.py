@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.core import events as e
-from coordinator.core import leases, rounds
+from coordinator.core import leases
 from coordinator.core.effects import AbortRound, AnnounceVersion, RequestEvaluation, ScoreRollout, SendPlan
 from coordinator.core.facts import decode_fact, encode_fact
 from coordinator.core.replies import Enrolment
@@ -18,7 +18,7 @@ from protocol.errors import (
     NoWorkError,
     UsageError,
 )
-from protocol.ids import Digest, InviteId, LeaseId, PeerId, SlotKey, TaskKey, Version
+from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, SlotKey, TaskKey, Version
 from tests.coordinator.world import BASE, World, make_body, make_rules
 
 INVITE = InviteId("aa")
@@ -110,7 +110,7 @@ def test_refusal_changes_nothing() -> None:
         e.WorkRequested(PeerId("r0"), Version(0), Digest("other"), 1, LeaseId("x")),
         e.WorkRequested(PeerId("r0"), Version(0), BASE.root, 0, LeaseId("x")),
         e.LeaseReturned(PeerId("r0"), LeaseId("x")),
-        e.RoundFailed(PeerId("t0"), rounds.RoundId("0.0"), (), "?"),
+        e.RoundFailed(PeerId("t0"), RoundId("0.0"), (), "?"),
     ]
     for event in refused:
         with pytest.raises(HexcombError):

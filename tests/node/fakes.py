@@ -73,9 +73,7 @@ def invite_for(*addresses: str, secret: bytes = SECRET) -> Invite:
 
 def stamp_for(peer_id: PeerId) -> bytes:
     """A stamp of membership."""
-    return sign_membership(
-        COORDINATOR, Membership(RUN_ID, peer_id, "auto", now_ms(), now_ms() + 3_600_000)
-    )
+    return sign_membership(COORDINATOR, Membership(RUN_ID, peer_id, "auto", now_ms(), now_ms() + 3_600_000))
 
 
 def leaf_for(peer_id: PeerId) -> Leaf:
@@ -121,15 +119,11 @@ class Door(JoinServiceServicer):
         }
         assert redemption_mac_holds(stored_secret(SECRET), request.mac, run_id=RUN_ID, **fields)
         statement = redemption_statement(mac=request.mac, **fields)
-        verify(
-            request.public_key, kind="redeem", run_id=RUN_ID, payload=statement, signature=request.signature
-        )
+        verify(request.public_key, kind="redeem", run_id=RUN_ID, payload=statement, signature=request.signature)
         peer_id = peer_id_of(request.public_key)
         response = join_pb2.RedeemResponse(
             ca_certificate=anchor_pem(COORDINATOR.public_bytes),
-            leaf_certificate=issue_leaf(
-                COORDINATOR, request.certificate_request, peer_id=peer_id, now_ms=now_ms()
-            ),
+            leaf_certificate=issue_leaf(COORDINATOR, request.certificate_request, peer_id=peer_id, now_ms=now_ms()),
             membership=stamp_for(peer_id),
             role="auto",
             control_addresses=["127.0.0.1:1"],

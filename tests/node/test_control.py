@@ -208,9 +208,7 @@ def test_long_errors_stay_below_the_limit_of_metadata() -> None:
         (grpc.StatusCode.INTERNAL, HexcombError),
     ],
 )
-def test_a_status_without_our_trailer_is_an_error_of_the_tree(
-    code: grpc.StatusCode, kind: type[HexcombError]
-) -> None:
+def test_a_status_without_our_trailer_is_an_error_of_the_tree(code: grpc.StatusCode, kind: type[HexcombError]) -> None:
     strange = grpc.aio.Metadata(("hexcomb-error-bin", b"\xc1 not msgpack"))
     error = from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), strange, "boom"), doing="a test")
     assert type(error) is kind

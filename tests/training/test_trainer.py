@@ -169,6 +169,25 @@ async def test_only_the_staged_root_is_committed_and_abort_drops_it(tmp_path: Pa
         assert only.state.weights_P.tobytes() != before[2].tobytes()
 
 
+async def test_evaluation_of_a_version_that_is_no_longer_in_force(tmp_path: Path, model_dir: Path) -> None:
+    contract = SamplingContract(temperature=1.0, max_new_tokens=4, stop_ids=(), vocab_size=64)
+    prompts = ((1, 2, 3), (4, 5))
+    batch = make_samples(4)
+    async with trainers(1, tmp_path, model_dir) as [only]:
+        base, base_weights = only.body, str(tmp_path / "weights0.safetensors")
+        before = await only.job.handle(Evaluate(prompts, contract))
+        done = await only.run(plan_for(base, [only.member], num_tokens=num_live(batch)), batch)
+        body = Body.from_bytes(done.body)
+        await only.job.handle(Commit(body.version, body.root))
+        in_force = only.state.weights_P.tobytes()
+        after = await only.job.handle(Evaluate(prompts, contract))
+        assert await only.job.handle(Evaluate(prompts, contract, base.to_bytes(), base_weights)) == before
+        assert await only.job.handle(Evaluate(prompts, contract)) == after
+        with pytest.raises(RootMismatchError):
+            await only.job.handle(Evaluate(prompts, contract, body.to_bytes(), base_weights))
+        assert only.state.weights_P.tobytes() == in_force
+
+
 async def test_evaluation_is_greedy_and_names_the_version_in_force(tmp_path: Path, model_dir: Path) -> None:
     contract = SamplingContract(temperature=1.0, max_new_tokens=4, stop_ids=(), vocab_size=64)
     async with trainers(1, tmp_path, model_dir) as [only]:

@@ -1,0 +1,109 @@
+"""The daemon as its owner meets it: a real one, without a coordinator or with a scripted one, asked on its socket."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.daemon import Daemon, run_daemon
+from node.home import Home
+from node.settings import NodeSettings
+from protocol.errors import ChunkMissingError, DaemonNotRunningError, NotJoinedError, UsageError
+from protocol.local_socket import ask
+from protocol.v1 import control_pb2
+from tests.node.fakes import Control, joined_home, serving, welcome
+
+DEADLINE_S = 20.0
+QUIET = NodeSettings(name="Fox & Lagoon", directory=False)
+
+
+@pytest.fixture
+def node_home(home: Path) -> Home:
+    return Home.create(home)
+
+
+@contextlib.asynccontextmanager
+async def daemon_of(home: Home, *addresses: str) -> AsyncIterator[Daemon]:
+    """A daemon that runs in this process until the block ends, and then ends by `stop`."""
+    daemon = Daemon(home, joined_home(home, *addresses), QUIET)
+    task = asyncio.create_task(daemon.run())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await daemon.answers.wait()
+        yield daemon
+    finally:
+        daemon.stop()
+        async with asyncio.timeout(DEADLINE_S):
+            await task
+
+
+async def status_when(daemon: Daemon, wanted: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """The first status for which `wanted` holds."""
+    node = daemon.node
+    async with asyncio.timeout(DEADLINE_S):
+        while not wanted(answer := await ask(node.home.socket, "status")):
+            await node.state.wait_changed(node.state.ticks, timeout_s=0.05)
+    return answer
+
+
+async def test_status_without_a_coordinator_says_why(node_home: Home) -> None:
+    async with daemon_of(node_home, "127.0.0.1:9") as daemon:
+        answer = await status_when(daemon, lambda found: found["coordinator"]["trouble"])
+        assert answer["schema"] == 1
+        assert answer["peer_id"] == node_home.peer_id
+        assert answer["coordinator"]["is_up"] is False
+        assert answer["activity"] == "waiting for the coordinator"
+        assert (answer["role"], answer["version"], answer["head"]) == ("idle", None, None)
+    assert not node_home.socket.exists()
+
+
+async def test_status_with_a_coordinator_and_a_role(node_home: Home) -> None:
+    role = control_pb2.RoleAssigned(role="rollout", reason="a test")
+    service = Control(script=[welcome(), control_pb2.SessionResponse(role_assigned=role)])
+    async with serving(service) as address, daemon_of(node_home, address) as daemon:
+        answer = await status_when(daemon, lambda found: found["role"] == "rollout")
+        assert (answer["run"], answer["role_reason"]) == ("test", "a test")
+        assert answer["coordinator"]["is_up"] is True
+        assert answer["activity"] == "WAITING_FOR_BASE"
+        assert service.hellos[0].name == "fox---lagoon"
+        assert service.hellos[0].endpoint == daemon.node.state.endpoint
+        async with asyncio.timeout(DEADLINE_S):
+            beat = await service.heartbeats.get()
+        assert (beat.version, beat.root) == (-1, "")
+
+
+async def test_bootstraps_that_appear_later_are_remembered(node_home: Home) -> None:
+    greeting = welcome()
+    greeting.welcome.dht_bootstraps.append("/ip4/127.0.0.1/tcp/4001")
+    async with serving(Control(script=[greeting])) as address, daemon_of(node_home, address) as daemon:
+        await status_when(daemon, lambda found: found["coordinator"]["is_up"])
+        assert daemon.node.joined.bootstraps == ("/ip4/127.0.0.1/tcp/4001",)
+
+
+async def test_pause_resume_and_unknown_requests(node_home: Home) -> None:
+    async with daemon_of(node_home, "127.0.0.1:9"):
+        await ask(node_home.socket, "pause")
+        assert (await ask(node_home.socket, "status"))["paused"] == "by its owner"
+        await ask(node_home.socket, "resume")
+        assert (await ask(node_home.socket, "status"))["paused"] == ""
+        assert (await ask(node_home.socket, "peers"))["peers"] == []
+        with pytest.raises(UsageError):
+            await ask(node_home.socket, "fetch", version="seven")
+        with pytest.raises(ChunkMissingError):
+            await ask(node_home.socket, "fetch", version=7)
+
+
+async def test_down_ends_the_daemon(node_home: Home) -> None:
+    async with daemon_of(node_home, "127.0.0.1:9") as daemon:
+        await ask(node_home.socket, "down")
+        assert daemon._stop.is_set()
+    with pytest.raises(DaemonNotRunningError):
+        await ask(node_home.socket, "status")
+
+
+async def test_a_home_that_never_joined_runs_no_daemon(node_home: Home) -> None:
+    with pytest.raises(NotJoinedError, match="join-swarm"):
+        await run_daemon(node_home, QUIET)
