@@ -71,22 +71,26 @@ class Announcer:
                 announced = await self.announced(version)
                 self._sessions.broadcast(control_pb2.SessionResponse(version_announced=announced))
             case RequestEvaluation(peer_id=peer_id, version=version):
+                self._evaluations.note_asked(peer_id, version)
                 prompts = prompt_messages(await self._evaluations.prompts())
                 wish = control_pb2.EvaluationRequested(version=version, prompts=prompts)
                 self._sessions.send([peer_id], control_pb2.SessionResponse(evaluation_requested=wish))
             case _:
                 assert_never(effect)
 
-    async def greeting(self, peer_id: PeerId) -> list[control_pb2.SessionResponse]:
-        """All that a node must know when its stream opens."""
-        state = self._authority.core.state
+    def welcome(self) -> control_pb2.SessionResponse:
+        """The first message of every stream."""
         welcome = control_pb2.Welcome(
             run_spec=self._spec.to_bytes(),
             now_ms=self._clock(),
-            epoch=state.epoch,
+            epoch=self._authority.core.state.epoch,
             dht_bootstraps=self.bootstraps(),
         )
-        messages = [control_pb2.SessionResponse(welcome=welcome)]
+        return control_pb2.SessionResponse(welcome=welcome)
+
+    async def greeting(self, peer_id: PeerId) -> list[control_pb2.SessionResponse]:
+        """All that a node must know when its stream opens, after the welcome."""
+        state, messages = self._authority.core.state, list[control_pb2.SessionResponse]()
         if state.head is not None:
             announced = await self.announced(state.head.version)
             messages.append(control_pb2.SessionResponse(version_announced=announced))

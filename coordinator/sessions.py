@@ -7,6 +7,7 @@ each outbox is bounded. Impure: asyncio queues.
 import asyncio
 from collections.abc import Iterable
 
+from protocol.errors import HexcombError, RefusedError, UnreachableError
 from protocol.ids import PeerId
 from protocol.v1 import control_pb2
 
@@ -14,18 +15,23 @@ MAX_WAITING = 256
 
 
 class Outbox:
-    """What waits to be written to one node. `closed` is set when the stream must end."""
+    """What waits to be written to one node. `ended` is done when the stream must end, and says why."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[control_pb2.SessionResponse] = asyncio.Queue(MAX_WAITING)
-        self.closed = asyncio.Event()
+        self.ended: asyncio.Future[HexcombError] = asyncio.get_running_loop().create_future()
 
     def put(self, message: control_pb2.SessionResponse) -> None:
         """Queues a message, or ends the stream of a node that does not read."""
         try:
             self.messages.put_nowait(message)
         except asyncio.QueueFull:
-            self.closed.set()
+            self.end(UnreachableError("the session was ended", why="the node does not read what it is told"))
+
+    def end(self, reason: HexcombError) -> None:
+        """Ends the stream; the first reason counts."""
+        if not self.ended.done():
+            self.ended.set_result(reason)
 
 
 class Sessions:
@@ -34,15 +40,14 @@ class Sessions:
     def __init__(self) -> None:
         self._outboxes: dict[PeerId, Outbox] = {}
 
-    def open(self, peer_id: PeerId) -> Outbox:
-        """The outbox of a new stream; an older stream of the same node ends."""
+    def open(self, peer_id: PeerId, outbox: Outbox) -> None:
+        """From now on the node is spoken to through `outbox`; an older stream of the same node ends."""
         if (older := self._outboxes.get(peer_id)) is not None:
-            older.closed.set()
-        outbox = self._outboxes[peer_id] = Outbox()
-        return outbox
+            older.end(RefusedError("the session was ended", why="a newer session of the same node took its place"))
+        self._outboxes[peer_id] = outbox
 
     def close(self, peer_id: PeerId, outbox: Outbox) -> bool:
-        """Forgets the stream; False if a newer one has taken its place, so that the node is still there."""
+        """Forgets the stream; False if it is not the node's own (a newer one took its place, or it never opened)."""
         if self._outboxes.get(peer_id) is not outbox:
             return False
         del self._outboxes[peer_id]

@@ -119,6 +119,8 @@ class Versions:
         digests = (*body.chunks, *(file.digest for file in body.files))
         if all(self.blobs.has(digest) for digest in digests):
             self._held.add(version)
+        else:
+            self._held.discard(version)
         return version in self._held
 
     async def fetch(self, version: Version) -> None:

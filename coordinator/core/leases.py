@@ -41,7 +41,7 @@ def request_work(turn: Turn, event: WorkRequested) -> Grant:
     wanted = min(event.num_slots, _allowance(turn, event.peer_id))
     group_size = turn.rules.spec.group_size
     old = _waiting_slots(turn, version=event.version, limit=wanted)
-    num_new = min(math.ceil((wanted - len(old)) / group_size), spare_groups(turn))
+    num_new = min(math.ceil((wanted - len(old)) / group_size), spare_groups(turn, version=event.version))
     opened = tuple(_new_group(turn, event.version, offset) for offset in range(max(0, num_new)))
     new = [SlotKey(group.version, group.task, sample) for group in opened for sample in range(group_size)]
     slots = tuple([*old, *new][: max(0, wanted)])
@@ -76,15 +76,16 @@ def expire_leases(turn: Turn) -> None:
             turn.ask(CancelLeases(peer_id, tuple(lease_ids)))
 
 
-def spare_groups(turn: Turn) -> int:
-    """How many groups may open now. Complete groups count as accepted, those trained long ago included, so that the
-    bound holds over a restart; groups that were dropped return their capacity."""
+def spare_groups(turn: Turn, *, version: Version) -> int:
+    """How many groups a node that has `version` loaded may open now: a node that is behind the head gets less, since
+    its tokens will be older when their turn comes. Complete groups count as accepted, those trained long ago included,
+    so that the bound holds over a restart; groups that were dropped return their capacity."""
     state = turn.state
     num_reserved = len(state.batch.groups) if state.batch else 0
     num_complete = len(state.complete) + num_reserved
     return capacity(
         max_lag=turn.max_lag,
-        version=turn.require_head().version,
+        version=version,
         groups_per_batch=turn.rules.spec.groups_per_batch,
         num_accepted=state.num_groups_trained + num_complete,
         num_running=len(state.groups) - num_complete,

@@ -38,9 +38,9 @@ class StartRollout(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartTrainer(msgspec.Struct, tag=True, frozen=True):
-    """Become a trainer whose peer service listens on `listen_host` with this TLS material. `optimizer_state` is the file
-    with the moments after `version` ("" = zeros, right only for version 0). Chunks of new versions are written into
-    `blob_dir`. Reply: `Started`."""
+    """Become a trainer, or begin anew as one, whose peer service listens on `listen_host` with this TLS material.
+    `optimizer_state` is the file with the moments after `version` ("" = zeros, right only for version 0). Chunks of
+    new versions are written into `blob_dir`. Reply: `Started`."""
 
     model_dir: str
     version: int
@@ -159,8 +159,8 @@ class Evaluated(msgspec.Struct, tag=True, frozen=True):
 
 
 class FetchOptimizerState(msgspec.Struct, tag=True, frozen=True):
-    """Any job: fetch the moments after `version` from a trainer's `endpoint` into `path`, checked against `digest`, with
-    this TLS material (for a trainer that starts late). Reply: `Done`."""
+    """Any job: fetch the moments after `version` from a trainer's `endpoint` into `path`, checked against `digest`,
+    with this TLS material (for a trainer that starts late). Reply: `Done`."""
 
     endpoint: str
     peer_id: str

@@ -9,6 +9,7 @@ from coordinator.core import leases, ledger
 from coordinator.core.books import check
 from coordinator.core.effects import CancelLeases
 from coordinator.core.state import encode_state
+from coordinator.core.turn import Turn
 from protocol.errors import (
     HexcombError,
     LeaseUnknownError,
@@ -321,3 +322,12 @@ def test_a_slot_under_two_leases_would_be_seen(world: World) -> None:
     world.core.state.leases[second.lease_id].slots = list(world.core.state.leases[first.lease_id].slots)
     with pytest.raises(AssertionError, match="two leases"):
         check(world.core.state)
+
+
+def test_node_behind_the_head_opens_fewer_groups(world: World) -> None:
+    """Its tokens will be one version older when their turn comes; at the head's capacity they would be over the bound."""
+    world.make_version()
+    turn = Turn(world.rules, world.core.state, world.core.soft, world.now_ms)
+    batch = world.rules.spec.groups_per_batch
+    at_head = leases.spare_groups(turn, version=Version(1))
+    assert leases.spare_groups(turn, version=Version(0)) == at_head - batch
