@@ -6,7 +6,8 @@ anything; leases, versions and order are the core's. A call that is refused chan
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,11 +27,11 @@ from coordinator.core.events import (
 )
 from coordinator.evaluations import Evaluations
 from coordinator.grader import Grader
-from coordinator.hearsay import capability_of, presence_of
+from coordinator.hearsay import capability_of, metrics_of, presence_of, printable
 from coordinator.home import CoordinatorHome
-from coordinator.join_service import Registrar
+from coordinator.join_service import Registrar, counted
 from coordinator.sessions import Outbox, Sessions
-from protocol.errors import HexcombError, NotEnrolledError, UsageError
+from protocol.errors import HexcombError, JournalError, NotEnrolledError, UnreachableError, UsageError
 from protocol.grpc_errors import abort_with
 from protocol.ids import Digest, LeaseId, PeerId, RoundId, SlotKey, Version
 from protocol.manifest import Body
@@ -45,7 +46,11 @@ from protocol.wire import prompts_of, rollout_message, rollout_of, sample_messag
 HELLO_DEADLINE_S = 15.0
 MAX_SLOTS_A_LEASE = 1024
 MAX_ROLLOUTS_A_CALL = 1024
-SAMPLES_A_MESSAGE = 256
+MAX_PIECES_A_CALL = 4096
+"""Each costs a check of a signature: so many take about a second."""
+
+MAX_BATCH_MESSAGE_BYTES = 4 << 20
+MAX_REASON = 300
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -71,54 +76,54 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     def __init__(self, office: Office) -> None:
         self._office = office
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="signatures")
 
-    async def Session(
+    async def Session(  # type: ignore[override]  # it writes by itself, so that a write can be given up
         self, request_iterator: AsyncIterator[control_pb2.SessionRequest], context: Context
-    ) -> AsyncIterator[control_pb2.SessionResponse]:
+    ) -> None:
         office = self._office
         peer_id = await self._caller(context)
-        outbox = office.sessions.open(peer_id)
-        reader = asyncio.ensure_future(self._listen(peer_id, request_iterator, outbox))
-        closing = asyncio.ensure_future(outbox.closed.wait())
+        outbox = Outbox()
+        parts: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(self._listen(peer_id, request_iterator, outbox)),
+            asyncio.ensure_future(_speak(outbox, context)),
+            outbox.ended,
+        ]
         try:
-            while not (reader.done() or closing.done()):
-                message = asyncio.ensure_future(outbox.messages.get())
-                await asyncio.wait({reader, closing, message}, return_when=asyncio.FIRST_COMPLETED)
-                if message.done():
-                    yield message.result()
-                message.cancel()
-            if reader.done() and (error := reader.exception()) is not None:
-                raise error
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            end = next(iter(done)).result()
         except HexcombError as error:
-            await abort_with(context, error)
-        except TimeoutError:
-            pass
+            end = error
         finally:
-            reader.cancel()
-            closing.cancel()
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
             if office.sessions.close(peer_id, outbox):
                 await office.authority.submit(SessionEnded(peer_id))
+        if end is not None:
+            office.authority.refusals[end.code] += 1
+            await abort_with(context, end)
 
     async def _listen(
         self, peer_id: PeerId, requests: AsyncIterator[control_pb2.SessionRequest], outbox: Outbox
-    ) -> None:
-        """Hello, then heartbeats, until the stream ends or falls silent."""
+    ) -> HexcombError | None:
+        """Hello, then heartbeats, until the stream ends or falls silent; what goes down begins with the welcome."""
         office = self._office
-        async with asyncio.timeout(HELLO_DEADLINE_S):
-            first = await anext(requests, None)
+        first = await _next(requests, deadline_s=HELLO_DEADLINE_S)
         if first is None or first.WhichOneof("message") != "hello":
-            raise UsageError("the session was refused", why="its first message is not a hello")
+            return UsageError("the session was refused", why="its first message is not a hello")
         presence = presence_of(first.hello, None)
+        outbox.put(office.announcer.welcome())
+        office.sessions.open(peer_id, outbox)
         await office.authority.submit(NodeSeen(peer_id, presence))
         if (capability := capability_of(first.hello)) is not None:
             await office.authority.submit(CapabilityLearned(peer_id, capability))
         for message in await office.announcer.greeting(peer_id):
             outbox.put(message)
         while True:
-            async with asyncio.timeout(3 * office.spec.heartbeat_s):
-                request = await anext(requests, None)
+            request = await _next(requests, deadline_s=3 * office.spec.heartbeat_s)
             if request is None:
-                return
+                return None
             if request.WhichOneof("message") == "heartbeat":
                 presence = presence_of(request.heartbeat, presence)
                 await office.authority.submit(NodeSeen(peer_id, presence))
@@ -135,7 +140,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                     lease_id=LeaseId(secrets.token_hex(8)),
                 )
             )
-            prompts = await office.grader.prompts([slot.task for slot in grant.slots])
+            try:
+                prompts = await office.grader.prompts([slot.task for slot in grant.slots])
+            except (HexcombError, asyncio.CancelledError):  # nobody would work on them until the lease runs out
+                await office.authority.submit(LeaseReturned(peer_id, grant.lease_id))
+                raise
             works = [
                 control_pb2.SlotWork(
                     slot=slot_message(slot), prompt_digest=prompt_digest(ids), prompt_ids=pack_ids(ids)
@@ -151,36 +160,46 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.SubmitRolloutsRequest, context: Context
     ) -> control_pb2.SubmitRolloutsResponse:
         async def answer(peer_id: PeerId) -> control_pb2.SubmitRolloutsResponse:
-            if len(request.rollouts) > MAX_ROLLOUTS_A_CALL:
-                raise UsageError("the rollouts were refused", why=f"there are more than {MAX_ROLLOUTS_A_CALL}")
-            lease_id = LeaseId(request.lease_id)
-            receipts = await asyncio.gather(*(self._take(peer_id, lease_id, message) for message in request.rollouts))
-            return control_pb2.SubmitRolloutsResponse(receipts=receipts)
+            with counted(self._office.authority):
+                _check_size(request)
+            loop, lease_id = asyncio.get_running_loop(), LeaseId(request.lease_id)
+            checked = await loop.run_in_executor(self._checker, lambda: [self._check(m) for m in request.rollouts])
+            takes = (self._take(peer_id, lease_id, *pair) for pair in zip(request.rollouts, checked, strict=True))
+            return control_pb2.SubmitRolloutsResponse(receipts=await asyncio.gather(*takes))
 
         return await self._serve(context, answer)
 
     async def _take(
-        self, peer_id: PeerId, lease_id: LeaseId, message: control_pb2.Rollout
+        self, peer_id: PeerId, lease_id: LeaseId, message: control_pb2.Rollout, checked: Rollout | HexcombError
     ) -> control_pb2.RolloutReceipt:
         """Gate 2 for one rollout; what is wrong with it does not touch its neighbours."""
+        authority = self._office.authority
         try:
-            rollout = self._checked(message)
-            event = _submitted(peer_id, lease_id, rollout)
-            receipt = await self._office.authority.submit(event, (rollout_attachment(rollout),))
+            if isinstance(checked, HexcombError):
+                with counted(authority):
+                    raise checked
+            receipt = await authority.submit(_submitted(peer_id, lease_id, checked), (rollout_attachment(checked),))
+        except JournalError:  # no verdict on this rollout: the call fails, and the node repeats it
+            raise
         except HexcombError as error:
             return control_pb2.RolloutReceipt(slot=message.slot, outcome=error.code, detail=error.sentence())
         return control_pb2.RolloutReceipt(slot=message.slot, outcome=receipt.outcome, detail=receipt.detail)
 
-    def _checked(self, message: control_pb2.Rollout) -> Rollout:
-        """The rollout, once its shape, ranges and signatures hold; a refusal is counted as the core counts its own."""
-        office = self._office
+    def _check(self, message: control_pb2.Rollout) -> Rollout | HexcombError:
+        """The rollout if its shape, ranges, signers and signatures hold. Runs in a thread: signatures take time."""
+        spec, nodes = self._office.spec, self._office.authority.core.state.nodes
         try:
             rollout = rollout_of(message)
-            check_rollout(rollout, office.spec.sampling)
-            verify_pieces(rollout, run_id=office.spec.run_id)
+            check_rollout(rollout, spec.sampling)
+            verify_pieces(rollout, run_id=spec.run_id)
         except HexcombError as error:
-            office.authority.refusals[error.code] += 1
-            raise
+            return error
+        stranger = next((piece.node for piece in rollout.pieces if piece.node not in nodes), None)
+        if stranger is not None:
+            return NotEnrolledError(
+                f"the rollout for slot {rollout.slot} was refused",
+                why=f"its signer {stranger} has no place in this run",
+            )
         return rollout
 
     async def ReturnLease(
@@ -198,14 +217,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         async def answer(peer_id: PeerId) -> list[TrainSample]:
             return await self._share(peer_id, RoundId(request.round_id))
 
-        samples = await self._serve(context, answer)
-        for start in range(0, max(1, len(samples)), SAMPLES_A_MESSAGE):
-            part = samples[start : start + SAMPLES_A_MESSAGE]
-            yield control_pb2.FetchBatchResponse(samples=[sample_message(sample) for sample in part])
+        for message in batch_messages(await self._serve(context, answer)):
+            yield message
 
     async def _share(self, peer_id: PeerId, round_id: RoundId) -> list[TrainSample]:
         office = self._office
-        items = office.authority.core.share_of(round_id, peer_id)
+        with counted(office.authority):
+            items = office.authority.core.share_of(round_id, peer_id)
         prompts = await office.grader.prompts([item.slot.task for item in items])
         bodies = await office.authority.rollout_bodies([item.slot for item in items])
         samples = []
@@ -228,8 +246,9 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.AttestVersionRequest, context: Context
     ) -> control_pb2.AttestVersionResponse:
         async def answer(peer_id: PeerId) -> control_pb2.AttestVersionResponse:
-            body = Body.from_bytes(request.body)
-            event = VersionAttested(peer_id, RoundId(request.round_id), body, dict(request.metrics))
+            with counted(self._office.authority):
+                body = Body.from_bytes(request.body)
+            event = VersionAttested(peer_id, RoundId(request.round_id), body, metrics_of(request.metrics))
             await self._office.authority.submit(event)
             return control_pb2.AttestVersionResponse()
 
@@ -238,7 +257,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def FailRound(self, request: control_pb2.FailRoundRequest, context: Context) -> control_pb2.FailRoundResponse:
         async def answer(peer_id: PeerId) -> control_pb2.FailRoundResponse:
             suspects = tuple(PeerId(suspect) for suspect in request.suspects)
-            event = RoundFailed(peer_id, RoundId(request.round_id), suspects, request.reason[:500])
+            event = RoundFailed(peer_id, RoundId(request.round_id), suspects, printable(request.reason, MAX_REASON))
             await self._office.authority.submit(event)
             return control_pb2.FailRoundResponse()
 
@@ -248,7 +267,9 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.SubmitEvaluationRequest, context: Context
     ) -> control_pb2.SubmitEvaluationResponse:
         async def answer(peer_id: PeerId) -> control_pb2.SubmitEvaluationResponse:
-            await self._office.evaluations.take(Version(request.version), prompts_of(request.completions))
+            with counted(self._office.authority):
+                completions = prompts_of(request.completions)
+                await self._office.evaluations.take(peer_id, Version(request.version), completions)
             return control_pb2.SubmitEvaluationResponse()
 
         return await self._serve(context, answer)
@@ -259,13 +280,16 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         async def answer(peer_id: PeerId) -> control_pb2.GetManifestResponse:
             head = self._office.authority.core.state.head
             version = head.version if request.version < 0 and head else Version(request.version)
-            return control_pb2.GetManifestResponse(announced=await self._office.announcer.announced(version))
+            with counted(self._office.authority):
+                announced = await self._office.announcer.announced(version)
+            return control_pb2.GetManifestResponse(announced=announced)
 
         return await self._serve(context, answer)
 
     async def RenewLeaf(self, request: control_pb2.RenewLeafRequest, context: Context) -> control_pb2.RenewLeafResponse:
         async def answer(peer_id: PeerId) -> control_pb2.RenewLeafResponse:
-            leaf, stamp = self._office.registrar.sign(peer_id, request.certificate_request)
+            with counted(self._office.authority):
+                leaf, stamp = self._office.registrar.sign(peer_id, request.certificate_request)
             return control_pb2.RenewLeafResponse(leaf_certificate=leaf, membership=stamp)
 
         return await self._serve(context, answer)
@@ -275,20 +299,63 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         peer_id = await self._caller(context)
         try:
             return await answer(peer_id)
+        except JournalError as error:  # to the node this is a coordinator that is away: it tries again
+            gone = UnreachableError("the coordinator is stopping", why=error.what, remedy="Try again when it is back.")
+            await abort_with(context, gone)
         except HexcombError as error:
             await abort_with(context, error)
 
     async def _caller(self, context: Context) -> PeerId:
         office = self._office
         try:
-            key = office.home.identity.public_bytes
-            peer_id = caller_of(context, coordinator_key=key, now_ms=office.clock())
-            if peer_id not in office.authority.core.state.nodes:
-                raise NotEnrolledError("the call was refused", why=f"{peer_id} has no place in this run")
+            with counted(office.authority):
+                key = office.home.identity.public_bytes
+                peer_id = caller_of(context, coordinator_key=key, now_ms=office.clock())
+                if peer_id not in office.authority.core.state.nodes:
+                    raise NotEnrolledError("the call was refused", why=f"{peer_id} has no place in this run")
         except HexcombError as error:
-            office.authority.refusals[error.code] += 1
             await abort_with(context, error)
         return peer_id
+
+
+async def _speak(outbox: Outbox, context: Context) -> None:
+    """Writes what waits, until cancelled; blocks where the node does not read."""
+    while True:
+        await context.write(await outbox.messages.get())
+
+
+async def _next(
+    requests: AsyncIterator[control_pb2.SessionRequest], *, deadline_s: float
+) -> control_pb2.SessionRequest | None:
+    """The next message of a stream, None at its end. Raises `UnreachableError` when none comes in time."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await anext(requests, None)
+    except TimeoutError as error:
+        raise UnreachableError("the session was ended", why=f"the node said nothing for {deadline_s:g} s") from error
+
+
+def batch_messages(samples: Iterable[TrainSample]) -> Iterator[control_pb2.FetchBatchResponse]:
+    """The samples in messages that gRPC takes, whatever their length; at least one message."""
+    part, num_bytes = control_pb2.FetchBatchResponse(), 0
+    for sample in samples:
+        message = sample_message(sample)
+        if part.samples and num_bytes + message.ByteSize() > MAX_BATCH_MESSAGE_BYTES:
+            yield part
+            part, num_bytes = control_pb2.FetchBatchResponse(), 0
+        part.samples.append(message)
+        num_bytes += message.ByteSize()
+    yield part
+
+
+def _check_size(request: control_pb2.SubmitRolloutsRequest) -> None:
+    num_pieces = sum(len(rollout.pieces) for rollout in request.rollouts)
+    if len(request.rollouts) > MAX_ROLLOUTS_A_CALL or num_pieces > MAX_PIECES_A_CALL:
+        raise UsageError(
+            "the rollouts were refused",
+            why=f"there are more than {MAX_ROLLOUTS_A_CALL}, or more than {MAX_PIECES_A_CALL} pieces in them",
+            remedy="Hand them in by smaller parts.",
+        )
 
 
 def rollout_attachment(rollout: Rollout) -> tuple[SlotKey, bytes]:

@@ -154,7 +154,7 @@ async def _start_nodes(plan: DemoPlan, swarm: Swarm, *, base: Path) -> None:
             name = f"{role}-{number}"
             seed = ("--base", str(base)) if role == "trainer" else ()
             node_home = str(swarm.folder / name)
-            options = ("--home", node_home, "--name", name, "--engine", engine, *seed)
+            options = ("--home", node_home, "--name", name, "--engine", engine, "--threads", "1", *seed)
             await swarm.start(name, (program("join-swarm"), "-", *options), stdin=invite)
 
 

@@ -33,7 +33,7 @@ stop_version = {num_versions}
 
 [task]
 environment = "{task}"
-prompt = "expression"
+prompt = "question"
 params = {{ {params} }}
 
 [sampling]
@@ -42,7 +42,7 @@ max_new_tokens = 6
 [batch]
 groups = 32
 group_size = 8
-max_lag = 4
+max_lag = 2
 
 [optimizer]
 lr = 1e-4
@@ -115,7 +115,7 @@ def make_plan(*, num_nodes: int, engine: str, task: str, chaos: bool, num_versio
         num_nodes=num_nodes,
         evaluate_every=EVALUATE_EVERY,
     )
-    base_args = ["--tiny", "--warm-up", "--environment", task, "--prompt", "expression"]
+    base_args = ["--tiny", "--warm-up", "--environment", task, "--prompt", "question"]
     for key, value in params.items():
         base_args += ["--param", f"{key}={value}"]
     return DemoPlan(

@@ -1,25 +1,40 @@
 """The coordinator's side of the grading child: prompts and rewards on request, whatever happens to the child.
 
 Invariant: each completion handed in gets exactly one answer, and an answer that could not be had is None (missing).
-The child is started again when it dies or hangs; a child that dies on the same batch twice makes that batch missing.
+The child is started again when it dies or hangs. A batch on which that happened is asked for again one by one, so that
+a completion which kills the grader takes no other with it. Impure: a child process.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import structlog
 
 from coordinator import grading
 from protocol.child import ChildProcess
-from protocol.errors import EngineError, UnreachableError
+from protocol.errors import HexcombError, UnreachableError
 from protocol.ids import TaskKey
 from protocol.run import EnvironmentSpec
 
+WORKER = "coordinator.grader_worker"
 START_DEADLINE_S = 60.0
 ANSWER_DEADLINE_S = 60.0
+ONE_DEADLINE_S = 15.0
+"""For a single completion: three times what the child itself allows."""
+
+STOP_DEADLINE_S = 2.0
+MAX_BATCH = 64
 MAX_CACHED_PROMPTS = 65_536
 
 PromptIds = tuple[int, ...]
+Pair = tuple[TaskKey, PromptIds]
+ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+
+log = structlog.get_logger()
 
 
 def _wire(keys: Sequence[TaskKey]) -> tuple[tuple[str, int, int], ...]:
@@ -29,9 +44,18 @@ def _wire(keys: Sequence[TaskKey]) -> tuple[tuple[str, int, int], ...]:
 class Grader:
     """One grading child; use as `async with Grader(...)`. Prompts are cached, since each is asked for three times."""
 
-    def __init__(self, environment: EnvironmentSpec, *, model_dir: Path, run_dir: Path, log_path: Path) -> None:
+    def __init__(
+        self,
+        environment: EnvironmentSpec,
+        *,
+        model_dir: Path,
+        run_dir: Path,
+        log_path: Path,
+        worker: str = WORKER,
+        deadline_s: float = ANSWER_DEADLINE_S,
+    ) -> None:
         self._open = grading.Open(environment, str(model_dir))
-        self._run_dir, self._log_path = run_dir, log_path
+        self._run_dir, self._log_path, self._worker, self._deadline_s = run_dir, log_path, worker, deadline_s
         self._child: ChildProcess | None = None
         self._starting = asyncio.Lock()
         self._prompts: OrderedDict[TaskKey, PromptIds] = OrderedDict()
@@ -42,50 +66,66 @@ class Grader:
 
     async def __aexit__(self, *_: object) -> None:
         if self._child is not None:
-            await self._child.terminate()
+            await self._child.terminate(deadline_s=STOP_DEADLINE_S)
 
     async def prompts(self, keys: Sequence[TaskKey]) -> tuple[PromptIds, ...]:
-        """The canonical prompt of each task. Raises `EngineError` when the environment cannot make one."""
-        unknown = [key for key in dict.fromkeys(keys) if key not in self._prompts]
+        """The canonical prompt of each task. Raises `EngineError` or `UnreachableError` when they cannot be had, and
+        `UsageError` for a task that the environment does not have."""
+        found = {key: self._prompts[key] for key in keys if key in self._prompts}
+        unknown = [key for key in dict.fromkeys(keys) if key not in found]
         if unknown:
-            child = await self._ready()
-            request = grading.MakePrompts(_wire(unknown))
-            made = await child.request(request, grading.Prompts, deadline_s=ANSWER_DEADLINE_S)
-            self._prompts.update(zip(unknown, made.prompt_ids, strict=True))
-        found = tuple(self._prompts[key] for key in keys)
+            made = await self._ask(grading.MakePrompts(_wire(unknown)), grading.Prompts)
+            found.update(zip(unknown, made.prompt_ids, strict=True))
+            self._prompts.update(found)
         while len(self._prompts) > MAX_CACHED_PROMPTS:
             self._prompts.popitem(last=False)
-        return found
+        return tuple(found[key] for key in keys)
 
-    async def held_out(self, limit: int) -> list[tuple[TaskKey, PromptIds]]:
-        """At most `limit` held-out tasks with their prompts."""
-        child = await self._ready()
-        made = await child.request(grading.HeldOut(limit), grading.Prompts, deadline_s=ANSWER_DEADLINE_S)
+    async def held_out(self, limit: int) -> list[Pair]:
+        """At most `limit` held-out tasks with their prompts. Raises as `prompts` does."""
+        made = await self._ask(grading.HeldOut(limit), grading.Prompts)
         return [(TaskKey(*task), ids) for task, ids in zip(made.tasks, made.prompt_ids, strict=True)]
 
-    async def scores(self, pairs: Sequence[tuple[TaskKey, PromptIds]]) -> tuple[float | None, ...]:
+    async def scores(self, pairs: Sequence[Pair]) -> tuple[float | None, ...]:
         """The reward of each completion, in order; None where it could not be had."""
+        rewards: list[float | None] = []
+        for start in range(0, len(pairs), MAX_BATCH):
+            rewards += await self._scores(pairs[start : start + MAX_BATCH])
+        return tuple(rewards)
+
+    async def _scores(self, pairs: Sequence[Pair]) -> Sequence[float | None]:
         request = grading.Score(_wire([key for key, _ in pairs]), tuple(ids for _, ids in pairs))
-        for _ in range(2):
-            child = await self._ready()
-            try:
-                scores = await child.request(request, grading.Scores, deadline_s=ANSWER_DEADLINE_S)
-                return scores.rewards
-            except UnreachableError:
-                await child.terminate()
-            except EngineError:
-                if not child.is_closed:
-                    break
-        return (None,) * len(pairs)
+        try:
+            return (await self._ask(request, grading.Scores)).rewards
+        except HexcombError as error:
+            log.error("a batch was not graded", num_completions=len(pairs), why=error.sentence())
+        if len(pairs) == 1:
+            return [None]
+        return [reward for pair in pairs for reward in await self._scores([pair])]
+
+    async def _ask(self, request: grading.Request, reply: type[ReplyT]) -> ReplyT:
+        """The child's answer; a child that hangs is ended, so that the next request meets a new one."""
+        child, is_one = await self._ready(), isinstance(request, grading.Score) and len(request.tasks) == 1
+        deadline_s = min(self._deadline_s, ONE_DEADLINE_S) if is_one else self._deadline_s
+        try:
+            return await child.request(request, reply, deadline_s=deadline_s)
+        except UnreachableError:
+            await child.terminate(deadline_s=STOP_DEADLINE_S)
+            raise
 
     async def _ready(self) -> ChildProcess:
         async with self._starting:
             if self._child is None or self._child.is_closed:
-                self._child = await ChildProcess.start(
-                    "coordinator.grader_worker",
-                    run_dir=self._run_dir,
-                    log_path=self._log_path,
-                    deadline_s=START_DEADLINE_S,
-                )
-                await self._child.request(self._open, grading.Opened, deadline_s=START_DEADLINE_S)
+                self._child = await self._start()
             return self._child
+
+    async def _start(self) -> ChildProcess:
+        child = await ChildProcess.start(
+            self._worker, run_dir=self._run_dir, log_path=self._log_path, deadline_s=START_DEADLINE_S
+        )
+        try:
+            await child.request(self._open, grading.Opened, deadline_s=START_DEADLINE_S)
+        except BaseException:
+            await child.terminate(deadline_s=STOP_DEADLINE_S)
+            raise
+        return child

@@ -1,7 +1,8 @@
 """The grading child: canonical prompts and rewards, in a process that can do little else.
 
-It holds the tokenizer and the environment, no weights and no keys; its memory, files and processes are limited
-before the environment's code is imported. A sample whose grading takes too long or raises is *missing*, never 0.
+It holds the tokenizer and the environment, no weights and no keys; its memory and the files that it may write are
+limited before the environment's code is imported. A sample whose grading takes too long or raises is *missing*,
+never 0.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import asyncio
 import os
 import resource
 import signal
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -24,10 +26,12 @@ from protocol.tokens import Tokenizer, load_tokenizer
 SCORE_LIMIT_S = 5.0
 MEMORY_BYTES = 4 << 30
 MAX_WRITTEN_BYTES = 1 << 20
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Threads take address space, of which there is little."""
 
 
-class _TooSlow(Exception):
-    """The grader ran into its time limit."""
+class TooSlow(BaseException):
+    """The grader ran into its time limit; no `except Exception` of an environment takes it for a wrong answer."""
 
 
 class Grader:
@@ -68,23 +72,25 @@ class Grader:
         signal.setitimer(signal.ITIMER_REAL, SCORE_LIMIT_S)
         try:
             return environment.score(regenerate(environment, key), tokenizer.decode(completion_ids))
-        except (_TooSlow, EngineError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError):
+        except (TooSlow, Exception):
+            traceback.print_exc()
             return None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def confine() -> None:
-    """Takes away what grading does not need: memory, big files, core dumps, the coordinator's environment."""
+    """Takes away what grading does not need: memory, big files, core dumps, threads, the coordinator's environment."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_WRITTEN_BYTES, MAX_WRITTEN_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for name in [name for name in os.environ if name not in ("PATH", "HOME", "LANG", "TMPDIR")]:
         del os.environ[name]
+    os.environ.update(ONE_THREAD)
 
 
 def _on_alarm(_number: int, _frame: FrameType | None) -> None:
-    raise _TooSlow
+    raise TooSlow
 
 
 def main() -> None:

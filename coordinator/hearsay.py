@@ -5,6 +5,7 @@ Nothing here is believed; it is shown to people and used to share work out, and 
 
 import math
 import re
+from collections.abc import Mapping
 
 from coordinator.core.events import Capability, Presence
 from protocol.endpoint import parse_endpoint
@@ -13,7 +14,10 @@ from protocol.record import Record
 from protocol.v1 import control_pb2
 
 MAX_VERSIONS_HELD = 16
+MAX_METRICS = 64
 MAX_RATE = 1e12
+MAX_TEXT = 64
+_METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")
 _NAME = re.compile(r"[a-z0-9-]{1,32}")
 _TEXT = re.compile(r"[^A-Za-z0-9 ._()/+:,-]")
 
@@ -75,12 +79,23 @@ def capability_in(record: Record) -> Capability:
     )
 
 
+def metrics_of(said: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of an update that have a plain name and a finite value, by name; the others are left out."""
+    kept = [name for name in said if _METRIC.fullmatch(name) and math.isfinite(said[name])]
+    return {name: said[name] for name in sorted(kept)[:MAX_METRICS]}
+
+
+def printable(text: str, limit: int) -> str:
+    """One line for people and logs: at most `limit` characters, none of which moves a cursor or turns the text."""
+    return "".join(character for character in text[:limit] if character.isprintable())
+
+
 def _number(value: float) -> float:
     return min(max(value, 0.0), MAX_RATE) if math.isfinite(value) else 0.0
 
 
 def _text(value: str) -> str:
-    return _TEXT.sub("", value)[:64]
+    return _TEXT.sub("", value[:MAX_TEXT])
 
 
 def _endpoint(value: str) -> str:

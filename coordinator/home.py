@@ -16,15 +16,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.errors import IdentityError
 from protocol.ids import RunId, Version
 from protocol.key_file import create_identity, read_identity
-from protocol.keys import Identity
+from protocol.keys import Identity, run_id_bytes
 from protocol.private_files import check_private_folder, create_private, locked, read_private, write_private
 from protocol.runtime import home_runtime_folder, home_socket, own, spelled_once
+
+SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +51,31 @@ class CoordinatorHome:
             )
         check_private_folder(path)
         identity = read_identity(path / "identity.key")
-        return cls(path, identity, RunId(read_private(path / "run.id").decode()), read_private(path / "run.secret"))
+        run_id, run_secret = RunId(_read(path / "run.id").decode("ascii", "replace")), _read(path / "run.secret")
+        try:
+            run_id_bytes(run_id)
+        except ValueError as error:
+            raise _damaged(path / "run.id", str(error)) from error
+        if len(run_secret) != SECRET_BYTES:
+            raise _damaged(path / "run.secret", f"it has {len(run_secret)} bytes, not {SECRET_BYTES}")
+        return cls(path, identity, run_id, run_secret)
 
     @classmethod
     def ensure(cls, path: Path) -> "CoordinatorHome":
-        """The home at `path`; a new run with a new key if there is none."""
+        """The home at `path`; a new run with a new key if there is none. Raises as `open` does."""
         path = spelled_once(path)
         if not os.path.lexists(path / "identity.key"):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise IdentityError(
+                    f"{path} cannot be made", why=str(error), remedy="Name another folder with --home."
+                ) from error
             own(path)
             check_private_folder(path)
             for name, content in (
                 ("run.id", secrets.token_hex(16).encode()),
-                ("run.secret", secrets.token_bytes(32)),
+                ("run.secret", secrets.token_bytes(SECRET_BYTES)),
             ):
                 with contextlib.suppress(FileExistsError):
                     create_private(path / name, content, mode=0o600)
@@ -88,9 +103,14 @@ class CoordinatorHome:
         return HKDF(algorithm=SHA256(), length=32, salt=None, info=info).derive(self.run_secret)
 
     def read_addresses(self) -> dict[str, str]:
-        """What `write_addresses` wrote last; empty before the first start."""
+        """What `write_addresses` wrote last; empty before the first start. Raises `IdentityError` on a damaged file."""
         path = self.path / "addresses.json"
-        return dict(json.loads(path.read_text())) if path.exists() else {}
+        if not path.exists():
+            return {}
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _damaged(path, str(error)) from error
 
     def write_addresses(self, addresses: dict[str, str]) -> None:
         """Tells the organizer's commands, and the next start, where the coordinator listens."""
@@ -101,3 +121,14 @@ class CoordinatorHome:
         """Holds the home for one coordinator. Raises `HomeInUseError`."""
         with locked(self.path / "coordinator.lock", f"the coordinator's home {self.path}"):
             yield
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_private(path)
+    except FileNotFoundError as error:
+        raise _damaged(path, "it is not there") from error
+
+
+def _damaged(path: Path, why: str) -> IdentityError:
+    return IdentityError(f"{path} cannot be used", why=why, remedy="Restore it from a backup, or name another home.")

@@ -4,11 +4,14 @@ Everything is computed from the report when it is asked for; nothing counts on t
 label, so the number of series does not grow with the number of nodes.
 """
 
-from collections.abc import Callable, Iterator
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator
 from importlib import resources
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,11 +20,14 @@ from prometheus_client.registry import Collector
 from coordinator.report import StatusReport
 
 SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+    "Content-Security-Policy": "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
 }
+MAX_CONNECTIONS = 256
+"""More are told to come back later, so that the page's readers leave files to the nodes."""
 
 
 class Metrics(Collector):
@@ -72,14 +78,20 @@ class Metrics(Collector):
 
 def make_app(*, report: Callable[[], StatusReport], ready: Callable[[], str]) -> FastAPI:
     """The application. `ready` says in a sentence what is not ready yet, or nothing."""
-    app = FastAPI(title="hexcomb coordinator", version="1", redoc_url=None)
+    app = FastAPI(title="hexcomb coordinator", version="1", docs_url=None, redoc_url=None)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Metrics(report))
     page = resources.files("coordinator").joinpath("page/index.html").read_text()
 
+    @app.middleware("http")
+    async def secure(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = await answer(request)
+        response.headers.update(SECURITY_HEADERS)
+        return response
+
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    async def index() -> HTMLResponse:
-        return HTMLResponse(page, headers=SECURITY_HEADERS)
+    async def index() -> str:
+        return page
 
     @app.get("/api/v1/status")
     async def status() -> StatusReport:
@@ -108,11 +120,27 @@ def make_app(*, report: Callable[[], StatusReport], ready: Callable[[], str]) ->
 class QuietServer(uvicorn.Server):
     """uvicorn inside another program's loop: signals belong to that program."""
 
-    def install_signal_handlers(self) -> None:
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
         """Leaves them alone."""
+        yield
 
 
-def make_server(app: FastAPI) -> QuietServer:
-    """A server for a socket that is bound already; run it with `serve(sockets=[…])`."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
-    return QuietServer(config)
+async def serve_http(app: FastAPI, bound: socket.socket) -> None:
+    """Serves on a socket that is bound already until cancelled, then ends its connections and closes it."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=2,
+    )
+    server = QuietServer(config)
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    try:
+        await asyncio.shield(serving)
+    finally:
+        server.should_exit = True
+        await serving

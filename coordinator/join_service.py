@@ -4,7 +4,8 @@ It listens on a port of its own, since a newcomer has no certificate yet; nothin
 order of checks is cheapest first, and nothing is written before all of them hold.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -39,6 +40,16 @@ class Registrar:
         return leaf, sign_membership(self._home.identity, stamp)
 
 
+@contextlib.contextmanager
+def counted(authority: Authority) -> Iterator[None]:
+    """Counts a refusal by the shell's own checks, as the core counts its own."""
+    try:
+        yield
+    except HexcombError as error:
+        authority.refusals[error.code] += 1
+        raise
+
+
 class JoinService(join_pb2_grpc.JoinServiceServicer):
     """Serves `Redeem`."""
 
@@ -58,8 +69,9 @@ class JoinService(join_pb2_grpc.JoinServiceServicer):
         self, request: join_pb2.RedeemRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> join_pb2.RedeemResponse:
         try:
-            peer_id = self._authenticate(request)
-            check_request(request.certificate_request)
+            with counted(self._authority):
+                peer_id = self._authenticate(request)
+                check_request(request.certificate_request)
             await self._authority.submit(InviteRedeemed(InviteId(request.invite_id), peer_id))
             leaf, stamp = self._registrar.sign(peer_id, request.certificate_request)
         except HexcombError as error:

@@ -16,6 +16,7 @@ async def http_get(url: str, *, deadline_s: float = 5.0) -> str:
             head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
         finally:
             writer.close()
-    if " 200 " not in head.splitlines()[0]:
-        raise ValueError(f"{url} answered {head.splitlines()[0]}")
+    status = head.partition("\r\n")[0]
+    if " 200 " not in status:
+        raise ValueError(f"{url} answered {status[:80]!a}")
     return body

@@ -6,10 +6,12 @@ journal ends. Ports that were free at the first start are kept, so that nodes fi
 
 import asyncio
 import contextlib
+import resource
 import secrets
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from coordinator.evaluations import Evaluations
 from coordinator.grader import Grader
 from coordinator.hearsay import capability_in
 from coordinator.home import CoordinatorHome
-from coordinator.http import make_app, make_server
+from coordinator.http import make_app, serve_http
 from coordinator.join_service import JoinService, Registrar
 from coordinator.journal import Journal
 from coordinator.reporting import Reporter
@@ -35,8 +37,8 @@ from coordinator.settings import RunFile
 from protocol.certificates import self_issued_leaf
 from protocol.directory.client import Directory
 from protocol.directory.messages import Start
-from protocol.errors import EngineError, HexcombError, ModelMissingError, PortInUseError
-from protocol.grpc_options import SERVER_OPTIONS
+from protocol.errors import HexcombError, ModelMissingError, PortInUseError, UsageError
+from protocol.grpc_options import JOIN_SERVER_OPTIONS, SERVER_OPTIONS
 from protocol.ids import Digest, InviteId, Version
 from protocol.invite import Invite, encode_invite, stored_secret
 from protocol.local_socket import answering
@@ -66,16 +68,17 @@ class Coordinator:
         self._home, self._run, self._clock = home, run, clock
         self._body = read_base(run.base, home)
         self._rules = run.rules(home.run_id, load_tokenizer(run.base))
-        journal = Journal(home.journal, run_id=home.run_id)
-        core = Core(self._rules, journal.reader.recover())
-        self.authority = Authority(core, journal, clock=clock, sealer=self._seal)
+        self._journal = Journal(home.journal, run_id=home.run_id)
+        core = Core(self._rules, self._journal.reader.recover())
+        self.authority = Authority(core, self._journal, clock=clock, sealer=self._seal)
         self.sessions = Sessions()
         self._directory: Directory | None = None
         self.ready = "the coordinator is starting\n"
         self.addresses: dict[str, str] = {}
 
     async def serve(self) -> None:
-        """Runs until SIGTERM or SIGINT."""
+        """Runs until SIGTERM or SIGINT. Raises the error of the tree that ended it before."""
+        raise_file_limit()
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -85,26 +88,43 @@ class Coordinator:
             run_dir=self._home.runtime_folder,
             log_path=self._home.path / "grader.log",
         )
-        async with grader, asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self.authority.run())]
-            await self.authority.submit(CoordinatorStarted())
-            await self.authority.submit(BaseRegistered(self._body))
-            running += await self._listen(tasks, grader)
-            verbs = {"invite": self._create_invite}
-            async with answering(self._home.socket, verbs):
-                self.ready = ""
-                log.info("coordinator ready", run=self._run.name, page=self.addresses["status"])
-                await stop.wait()
-            for task in running:
-                task.cancel()
+        async with grader:
+            await self.run(grader, stop)
+
+    async def run(self, grader: Grader, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set; the journal is closed then. Raises the error of the tree that ended it before."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                deciding = tasks.create_task(self.authority.run())
+                await self.authority.submit(CoordinatorStarted())
+                await self.authority.submit(BaseRegistered(self._body))
+                parts = await self._listen(tasks, grader)
+                async with answering(self._home.socket, {"invite": self._create_invite}):
+                    self.ready = ""
+                    log.info("coordinator ready", run=self._run.name, page=self.addresses["status"])
+                    await stop.wait()
+                for part in parts:
+                    part.cancel()
+                await asyncio.wait(parts)  # whoever is being answered still needs decisions
+                deciding.cancel()
+        except* HexcombError as group:
+            ended_by: HexcombError | None = first_of(group)
+        else:
+            ended_by = None
+        finally:
+            self._journal.close()
+        if ended_by is not None:
+            raise ended_by
 
     async def _listen(self, tasks: asyncio.TaskGroup, grader: Grader) -> list[asyncio.Task[None]]:
         """Opens every port and starts what serves them."""
         scoring = Scoring(self.authority, grader)
         evaluations = Evaluations(self.authority, grader, num_tasks=self._run.evaluation.tasks)
-        registrar = Registrar(self._home, self.authority, clock_ms)
+        if self._run.evaluation.every:
+            await evaluations.prompts()  # an environment without held-out tasks ends the start, not the run
+        registrar = Registrar(self._home, self.authority, self._clock)
         announcer = Announcer(
-            self._home, self._rules.spec, self.authority, self.sessions, scoring, evaluations, clock_ms
+            self._home, self._rules.spec, self.authority, self.sessions, scoring, evaluations, self._clock
         )
         announcer.bootstraps = self._bootstraps
         office = Office(
@@ -118,11 +138,11 @@ class Coordinator:
             evaluations=evaluations,
             clock=self._clock,
         )
-        leaf = ServedLeaf(self_issued_leaf(self._home.identity, now_ms=clock_ms()))
+        leaf = ServedLeaf(self_issued_leaf(self._home.identity, now_ms=self._clock()))
         control = grpc.aio.server(options=SERVER_OPTIONS)
         control_pb2_grpc.add_ControlServiceServicer_to_server(ControlService(office), control)
         key = self._home.identity.public_bytes
-        join = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=64)
+        join = grpc.aio.server(options=JOIN_SERVER_OPTIONS, maximum_concurrent_rpcs=64)
         service = JoinService(
             self._home,
             self.authority,
@@ -136,13 +156,13 @@ class Coordinator:
         self._open(join, "join", self._run.listen.join_port, join_server_credentials(leaf))
         host, port = status.getsockname()[:2]
         self.addresses["status"] = f"http://{host}:{port}/"
-        reporter = Reporter(self.authority, self._run, clock=clock_ms)
-        web = make_server(make_app(report=reporter.report, ready=lambda: self.ready))
+        reporter = Reporter(self.authority, self._run, clock=self._clock)
+        app = make_app(report=reporter.report, ready=lambda: self.ready)
         await control.start()
         await join.start()
         parts = [
             self._carry_out(announcer), scoring.run(), self._tick(), self._follow_directory(),
-            self._renew(leaf), web.serve(sockets=[status]), _until_cancelled(control, join),
+            self._renew(leaf), serve_http(app, status), _until_cancelled(control, join),
         ]  # fmt: skip
         started = [tasks.create_task(part) for part in parts]
         self._home.write_addresses(self.addresses)
@@ -196,7 +216,7 @@ class Coordinator:
     async def _renew(self, leaf: ServedLeaf) -> None:
         while True:
             await asyncio.sleep(LEAF_RENEWAL_S)
-            leaf.replace(self_issued_leaf(self._home.identity, now_ms=clock_ms()))
+            leaf.replace(self_issued_leaf(self._home.identity, now_ms=self._clock()))
 
     async def _follow_directory(self) -> None:
         """Keeps a bootstrap in the DHT, and learns from it what nodes can do; without the library it says so once."""
@@ -204,7 +224,7 @@ class Coordinator:
             try:
                 self._directory = await self._start_directory()
                 await self._read_directory(self._directory)
-            except (EngineError, TimeoutError) as error:
+            except (HexcombError, TimeoutError) as error:
                 log.warning("no directory", why=str(error))
             finally:
                 if self._directory is not None:
@@ -240,9 +260,7 @@ class Coordinator:
     async def _create_invite(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verb behind `invite create`."""
         secret, invite_id = secrets.token_bytes(NUM_INVITE_SECRET_BYTES), InviteId(secrets.token_hex(8))
-        expires_ms = clock_ms() + int(request["expires_s"] * 1000)
-        event = InviteCreated(invite_id, stored_secret(secret).hex(), request["uses"], expires_ms, request["role"])
-        await self.authority.submit(event)
+        expires_ms = self._clock() + int(request["expires_s"] * 1000)
         invite = Invite(
             run_id=self._home.run_id,
             coordinator_key=self._home.identity.public_bytes,
@@ -253,7 +271,13 @@ class Coordinator:
             addresses=self._join_addresses(),
             bootstraps=tuple(self._bootstraps()),
         )
-        return {"invite": encode_invite(invite)}
+        try:
+            text = encode_invite(invite)
+        except ValueError as error:
+            raise UsageError("the invite was not made", why=str(error)) from error
+        event = InviteCreated(invite_id, stored_secret(secret).hex(), request["uses"], expires_ms, request["role"])
+        await self.authority.submit(event)
+        return {"invite": text}
 
     def _seal(self, version: Version, body: Body, previous: Digest | None, now_ms: int) -> SignedManifest:
         seal = Seal(self._home.seed_secret(version), previous, now_ms)
@@ -279,6 +303,19 @@ def _port_in_use(name: str, host: str, port: int) -> PortInUseError:
         why="another program holds it, or the address is not this machine's",
         remedy=f"Stop that program, or set `listen.{name}_port` in the run file.",
     )
+
+
+def raise_file_limit() -> None:
+    """Each node holds a connection: as many files as the system allows this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def first_of(group: BaseExceptionGroup[HexcombError]) -> HexcombError:
+    """The first error in a group of groups."""
+    first = group.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 async def _until_cancelled(*servers: grpc.aio.Server) -> None:

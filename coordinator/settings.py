@@ -9,11 +9,13 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from coordinator.core.rules import Rules
+from protocol.endpoint import parse_endpoint
 from protocol.errors import UnknownSettingError, UsageError
 from protocol.ids import RunId
+from protocol.invite import MAX_ADDRESSES
 from protocol.run import EnvironmentSpec, OptimizerSpec, RunSpec, SamplingContract
 from protocol.tokens import Tokenizer
 
@@ -21,7 +23,7 @@ from protocol.tokens import Tokenizer
 class Section(BaseModel):
     """A table of the run file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TaskSection(Section):
@@ -87,8 +89,9 @@ class EvaluationSection(Section):
 
 
 class ListenSection(Section):
-    """`[listen]`: addresses; port 0 takes any free one at first and keeps it. The status page stays on loopback unless
-    `status_host` says otherwise."""
+    """`[listen]`: addresses; port 0 takes any free one at first and keeps it. `advertise` holds the names by which
+    nodes reach this machine, needed where `host` is none. The status page stays on loopback unless `status_host` says
+    otherwise."""
 
     host: str = "127.0.0.1"
     join_port: int = Field(7701, ge=0, le=65535)
@@ -96,7 +99,20 @@ class ListenSection(Section):
     dht_port: int = Field(7703, ge=0, le=65535)
     status_host: str = "127.0.0.1"
     status_port: int = Field(7704, ge=0, le=65535)
-    advertise: list[str] = []
+    advertise: list[str] = Field([], max_length=MAX_ADDRESSES)
+
+    @field_validator("host", "status_host", "advertise")
+    @classmethod
+    def _name_hosts(cls, value: str | list[str]) -> str | list[str]:
+        for host in [value] if isinstance(value, str) else value:
+            parse_endpoint(f"{host}:1")
+        return value
+
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> "ListenSection":
+        if self.host in ("0.0.0.0", "[::]") and not self.advertise:
+            raise ValueError(f"nodes cannot dial {self.host}: name this machine in `listen.advertise`")
+        return self
 
 
 class RunFile(Section):
@@ -158,9 +174,11 @@ def read_run_file(path: Path) -> RunFile:
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
-        raise UsageError(f"the run file {path} cannot be read", why=str(error.strerror)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"the run file {path} is not TOML", why=str(error)) from error
+        raise UsageError(
+            f"the run file {path} cannot be read", why=str(error.strerror), remedy="Name a file that exists."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"the run file {path} is not TOML", why=str(error), remedy="Mend the line.") from error
     run = parse_run_file(content)
     return run.model_copy(update={"base": (path.parent / run.base).resolve()})
 
@@ -176,7 +194,9 @@ def parse_run_file(content: dict[str, Any]) -> RunFile:
             raise UnknownSettingError(
                 f"the run file has an unknown key `{where}`", remedy=f"Did you mean `{_nearest(where)}`?"
             ) from error
-        raise UsageError(f"`{where}` in the run file is wrong", why=first["msg"]) from error
+        raise UsageError(
+            f"`{where}` in the run file is wrong", why=first["msg"], remedy="Mend it, and start again."
+        ) from error
 
 
 def valid_keys(section: type[BaseModel] = RunFile, prefix: str = "") -> list[str]:

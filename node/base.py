@@ -107,6 +107,22 @@ def write_weights(model: Any, path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def use_one_thread() -> None:
+    """A tiny model's steps are too short to share, and one thread gives the same bits anywhere. For a whole process."""
+    torch.set_num_threads(1)
+
+
+def convert_weights(model_dir: Path, path: Path) -> None:
+    """Writes the weights of a Hugging Face folder as runs have them: float32, each tensor once, by sorted name."""
+    block_broken_extras()
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
+    write_weights(model, path)
+
+
 def _texts(environment: Environment, seed: int) -> Iterator[str]:
     """The training prompts and answers that the vocabulary is made from."""
     for task, _ in zip(warm_up_tasks(environment, seed), range(NUM_VOCABULARY_TASKS), strict=False):

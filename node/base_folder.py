@@ -37,9 +37,10 @@ def create_tiny(
 ) -> BaseFolder:
     """A tiny model for the environment, warmed up if wanted. Raises `UsageError`, `EngineError`."""
     check_vacant(folder)
-    from node.base import create_tiny_base
+    from node.base import create_tiny_base, use_one_thread
     from protocol.tasks import make_environment
 
+    use_one_thread()
     base = create_tiny_base(
         folder,
         make_environment(spec),
@@ -56,22 +57,13 @@ def adopt_model(folder: Path, model_dir: Path) -> BaseFolder:
     check_vacant(folder)
     if not (model_dir / "config.json").is_file():
         raise ModelMissingError(f"{model_dir} has no config.json", remedy="Name the folder of a model.")
-    from node.torch_guard import block_broken_extras
+    from node.base import convert_weights
 
-    block_broken_extras()
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from node.base import write_weights
-
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    )
     folder.mkdir(parents=True, exist_ok=True)
     for name in MODEL_FILES:
         if (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, folder / name)
-    write_weights(model, folder / WEIGHTS_FILE)
+    convert_weights(model_dir, folder / WEIGHTS_FILE)
     return describe(folder)
 
 

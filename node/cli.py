@@ -28,6 +28,7 @@ RoleWish = Annotated[str | None, typer.Option("--role", help="auto, trainer or r
 EngineWish = Annotated[str | None, typer.Option("--engine", help="auto, vllm or transformers.")]
 Listen = Annotated[str | None, typer.Option("--listen", help="The address that other nodes dial.")]
 Base = Annotated[Path | None, typer.Option("--base", help="A base folder, to be its first seed.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=0, help="Threads to compute with; 0 = all cores.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once the node runs in the background.")]
 
 app = typer.Typer(
@@ -51,13 +52,14 @@ def join(
     role: RoleWish = None,
     engine: EngineWish = None,
     listen: Listen = None,
+    threads: Threads = None,
     base: Base = None,
     detach: Detach = False,
 ) -> None:
     """Join a run by its invite and start working (the same as join-swarm)."""
     from node.startup import join_and_start
 
-    options = {"name": name, "role": role, "engine": engine, "listen_host": listen}
+    options = {"name": name, "role": role, "engine": engine, "threads": threads, "listen_host": listen}
     join_and_start(_home(home), read_invite(invite), options=options, base=base, detach=detach)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import msgspec
+import psutil
 
 from node.compute.messages import ChildEvent
 from node.control import ControlClient
@@ -73,5 +74,13 @@ class Node:
             run_dir=self.home.runtime_folder(),
             log_path=self.home.path / "logs" / "compute.log",
             deadline_s=COMPUTE_START_DEADLINE_S,
+            env=thread_environment(self.settings.threads),
             events=ChildEvent,
         )
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Variables for a compute child; 0 = one thread a core. Threads wait passively: when other programs want the cores,
+    spinning ones cost a multiple of what they gain."""
+    number = num_threads or psutil.cpu_count(logical=False) or 1
+    return {"OMP_NUM_THREADS": str(number), "OMP_WAIT_POLICY": "PASSIVE"}

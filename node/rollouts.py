@@ -73,6 +73,7 @@ class RolloutWork:
         if head is None:
             raise EngineError("a rollout engine was to start before any version exists")
         node.state.activity = f"fetching the weights of version {head}"
+        node.state.starting = head
         weights = await node.versions.make_ready(head)
         node.state.activity = f"starting the engine on version {head}"
         order = StartRollout(
@@ -161,6 +162,7 @@ class RolloutWork:
     def _note_loaded(self, version: Version) -> None:
         state = self._node.state
         state.loaded, state.trouble = (version, self._node.versions.root(version)), ""
+        state.starting = None
         state.changed()
         self._node.session.beat_now()
 

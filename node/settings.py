@@ -22,7 +22,8 @@ class NodeSettings(BaseModel):
     """What the owner decides about a node.
 
     `listen_host` is the address on which the peer service and the DHT peer listen, and under which others
-    dial them; the default keeps a node to its own machine, which suits trials.
+    dial them; the default keeps a node to its own machine, which suits trials. `threads` is for the engine or the
+    trainer, 0 = one for each core; a tiny model is fastest with one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -31,6 +32,7 @@ class NodeSettings(BaseModel):
     listen_host: str = Field("127.0.0.1", min_length=1, max_length=253)
     role: RoleWish = "auto"
     engine: EngineWish = "auto"
+    threads: int = Field(0, ge=0, le=1024)
     capability_in_hello: bool = True
     directory: bool = True
 

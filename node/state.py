@@ -62,13 +62,15 @@ class Rate:
 
 @dataclass(slots=True)
 class NodeState:
-    """The fields that several tasks read. `loaded` is what engine or trainer has in force, with its root."""
+    """The fields that several tasks read. `loaded` is what engine or trainer has in force, with its root; `starting` is
+    what one that is not up yet starts from, which may be long out of date when it is."""
 
     spec: RunSpec | None = None
     role: Role = "idle"
     role_reason: str = "no role assigned yet"
     head: Version | None = None
     loaded: tuple[Version, Digest] | None = None
+    starting: Version | None = None
     engine: str = ""
     endpoint: str = ""
     trainer_endpoint: str = ""
@@ -108,7 +110,7 @@ class NodeState:
 
     def drop_job(self) -> None:
         """The engine or trainer is gone."""
-        self.loaded, self.engine, self.trainer_endpoint = None, "", ""
+        self.loaded, self.starting, self.engine, self.trainer_endpoint = None, None, "", ""
         self.changed()
 
     def now_ms(self) -> int:

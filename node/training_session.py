@@ -118,6 +118,7 @@ class TrainingSession:
         if head is None:
             raise VersionFromFutureError("a trainer was to start before any version exists")
         node.state.activity = f"fetching the weights of version {head}"
+        node.state.starting = head
         weights = await node.versions.make_ready(head)
         body = node.versions.body(head)
         node.state.activity = f"fetching the optimizer's state after version {head}"
@@ -270,7 +271,7 @@ class TrainingSession:
 
     def _note_loaded(self, version: Version) -> None:
         state = self._node.state
-        state.loaded = (version, self._node.versions.root(version))
+        state.loaded, state.starting = (version, self._node.versions.root(version)), None
         state.changed()
         self._node.session.beat_now()
 

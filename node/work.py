@@ -17,6 +17,7 @@ from node.context import Node
 from node.machine import measure
 from node.orders import EvaluationRequested, RoundAborted, RoundSealed
 from node.rollouts import RolloutWork
+from node.state import NodeState
 from node.training_session import TrainerOrders, TrainingSession
 from protocol.errors import HexcombError
 from protocol.ids import LeaseId, Version
@@ -190,8 +191,7 @@ class Work:
         while True:
             ticks, head, spec = node.state.ticks, node.versions.head, node.state.spec
             if head is not None and spec is not None:
-                loaded = node.state.loaded[0] if node.state.loaded else head
-                keep_from = Version(min(head - spec.max_lag - 1, loaded))
+                keep_from = oldest_needed(head, max_lag=spec.max_lag, state=node.state)
                 if keep_from > kept_from:
                     await node.versions.retire(keep_from=keep_from, now_s=time.time())
                     kept_from = keep_from
@@ -202,3 +202,10 @@ def first_of(group: BaseExceptionGroup[HexcombError]) -> HexcombError:
     """The first error in a group of groups."""
     first = group.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def oldest_needed(head: Version, *, max_lag: int, state: NodeState) -> Version:
+    """The oldest version whose bytes must stay: slots within the bound, and what a job has in force or starts from."""
+    loaded = state.loaded[0] if state.loaded else head
+    starting = head if state.starting is None else state.starting
+    return Version(min(head - max_lag - 1, loaded, starting))

@@ -35,5 +35,17 @@ SERVER_OPTIONS: Options = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 """For every server of ours: a compressed message is refused, and two servers never share a port."""
+
+JOIN_SERVER_OPTIONS: Options = [
+    *(option for option in SERVER_OPTIONS if option[0] != "grpc.max_receive_message_length"),
+    ("grpc.max_receive_message_length", 16 << 10),
+    ("grpc.max_concurrent_streams", 4),
+    ("grpc.max_allowed_incoming_connections", 256),
+    ("grpc.max_connection_idle_ms", 10_000),
+    ("grpc.max_connection_age_ms", 60_000),
+    ("grpc.max_connection_age_grace_ms", 5_000),
+]
+"""For the one port that strangers may call: small messages, few connections, none of which stays for long."""

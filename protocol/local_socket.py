@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ async def answering(path: Path, verbs: Mapping[str, Verb]) -> AsyncIterator[None
     """Answers at `path` while the block runs. The caller holds the home's lock, so a socket found there is stale."""
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(LINE_DEADLINE_S):
-                line = await reader.readline()
-            writer.write(json.dumps(await _answer(line, verbs)).encode() + b"\n")
-            async with asyncio.timeout(LINE_DEADLINE_S):
-                await writer.drain()
-        writer.close()
+        try:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                answer = await _answer(reader, verbs)
+                writer.write(json.dumps(answer).encode() + b"\n")
+                async with asyncio.timeout(LINE_DEADLINE_S):
+                    await writer.drain()
+        finally:
+            writer.close()
 
     _remove(path)
     before = os.umask(0o177)
@@ -52,17 +54,25 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-async def _answer(line: bytes, verbs: Mapping[str, Verb]) -> dict[str, Any]:
+async def _answer(reader: asyncio.StreamReader, verbs: Mapping[str, Verb]) -> dict[str, Any]:
+    """The answer to the line that comes; raises `TimeoutError` if none does. A fault of a verb is an answer, too."""
     try:
+        async with asyncio.timeout(LINE_DEADLINE_S):
+            line = await reader.readline()
         request = json.loads(line)
-        verb = verbs.get(request["verb"]) if isinstance(request, dict) and "verb" in request else None
+    except (ValueError, RecursionError) as error:  # a line that is too long is a ValueError, too
+        return _failure(UsageError("the request is not one line of JSON", why=str(error)))
+    try:
+        verb = verbs.get(str(request.get("verb"))) if isinstance(request, dict) else None
         if verb is None:
             raise UsageError("the daemon does not know this request", remedy="Use a command line of the same release.")
         return {"schema": SCHEMA, **await verb(request)}
-    except (ValueError, UnicodeDecodeError) as error:
-        return _failure(UsageError("the request is not one line of JSON", why=str(error)))
     except HexcombError as error:
         return _failure(error)
+    except Exception as error:
+        traceback.print_exc()
+        what = f"the daemon could not answer: {type(error).__name__}"
+        return _failure(HexcombError(what, why=str(error), remedy="Its log has more."))
 
 
 def _failure(error: HexcombError) -> dict[str, Any]:
@@ -77,16 +87,18 @@ async def ask(path: Path, verb: str, *, who: str = "daemon", deadline_s: float =
         async with asyncio.timeout(deadline_s):
             reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
             writer.write(json.dumps({"verb": verb, **fields}).encode() + b"\n")
-            answer = json.loads(await reader.readline())
-            writer.close()
-    except (FileNotFoundError, ConnectionError) as error:
-        raise DaemonNotRunningError(
-            f"no {who} runs here",
-            why=f"nobody listens at {path}",
-            remedy="Start it, or name the right folder with --home.",
-        ) from error
+            try:
+                answer = json.loads(await reader.readline())
+            finally:
+                writer.close()
     except TimeoutError as error:
         raise UnreachableError(f"the {who} did not answer `{verb}` within {deadline_s:g} s") from error
+    except (OSError, ValueError) as error:  # ValueError: it ended in mid-answer
+        raise DaemonNotRunningError(
+            f"no {who} runs here",
+            why=f"nobody answers at {path}",
+            remedy="Start it, or name the right folder with --home.",
+        ) from error
     if "error" in answer:
         said = answer["error"]
         kind = ERRORS_BY_CODE.get(said["code"], HexcombError)

@@ -29,6 +29,7 @@ MODEL_FILES = (
 )
 """The only file names that a manifest may carry beside tensors: no path from a peer touches the disk."""
 MAX_TENSORS, MAX_CHUNKS = 100_000, 1_000_000
+MAX_DIMENSIONS, MAX_SIZE = 8, 1 << 40
 KIND = "manifest"
 
 T = TypeVar("T")
@@ -168,8 +169,10 @@ def check_body(body: Body) -> None:
         refuse("tensor names are missing, doubled or too many")
     if any(not name or len(name) > 256 or "/" in name or "\0" in name for name in names):
         refuse("a tensor's name is not allowed")
-    if any(size < 0 for tensor in body.tensors for size in tensor.shape):
-        refuse("a tensor's shape is negative")
+    if any(len(tensor.shape) > MAX_DIMENSIONS for tensor in body.tensors):
+        refuse("a tensor has too many dimensions")
+    if any(not 0 <= size <= MAX_SIZE for tensor in body.tensors for size in tensor.shape):
+        refuse("a tensor's shape is negative or too large")
     if any(file.name not in MODEL_FILES for file in body.files):
         refuse("it carries a file that models do not have")
     if not 1 << 10 <= body.chunk_bytes <= 1 << 24:

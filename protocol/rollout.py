@@ -19,6 +19,7 @@ from protocol.run import SamplingContract
 
 FinishReason = Literal["stop", "length"]
 KIND = "rollout-piece"
+REMEDY = "Drop it: the slot goes to another node. Use the release of hexcomb that the coordinator runs."
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,8 @@ def sign_piece(identity: Identity, *, run_id: RunId, slot: SlotKey, piece: Piece
 
 
 def verify_pieces(rollout: Rollout, *, run_id: RunId) -> None:
-    """Raises `UnauthenticatedError` unless each piece is signed by the node that it names."""
+    """Raises `UnauthenticatedError` unless each piece is signed by the node that it names, `KeyRefusedError` where that
+    name is no peer id; whether the signers have a place in the run is the caller's to check."""
     for piece in rollout.pieces:
         key = public_key_of(piece.node)
         verify(key, kind=KIND, run_id=run_id, payload=piece.message(rollout.slot), signature=piece.signature)
@@ -112,7 +114,7 @@ def check_rollout(rollout: Rollout, contract: SamplingContract) -> None:
     """Raises `RolloutMalformedError` unless the rollout has the shape and range that the contract asks for."""
 
     def refuse(why: str) -> None:
-        raise RolloutMalformedError(f"the rollout for slot {rollout.slot} was refused", why=why)
+        raise RolloutMalformedError(f"the rollout for slot {rollout.slot} was refused", why=why, remedy=REMEDY)
 
     position = 0
     for previous, piece in zip((None, *rollout.pieces), rollout.pieces, strict=False):

@@ -86,7 +86,7 @@ def open_plan(signed: SignedPlan, *, coordinator_key: bytes, run_id: RunId) -> R
     verify(coordinator_key, kind=KIND, run_id=run_id, payload=signed.payload, signature=signed.signature)
     try:
         plan = msgspec.msgpack.decode(signed.payload, type=RoundPlan)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RoundStaleError("a round plan was refused", why=f"it cannot be read: {error}") from error
     if plan.run_id != run_id:
         raise UnauthenticatedError("a round plan was refused", why="it belongs to another run")

@@ -1,7 +1,7 @@
 """Protobuf messages to the core's dataclasses and back: the only place where both are known. Pure.
 
-Reading is strict in what matters: numbers out of range and byte strings of odd length are refused as typed errors,
-before anything is built from them.
+Reading is strict in what matters: numbers out of range, names and completions that are too long, and byte strings of
+odd length are refused as typed errors, before anything is built from them.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,10 @@ from protocol.rollout import (
 from protocol.round import SignedPlan, TrainSample
 from protocol.v1 import common_pb2, control_pb2
 
+MAX_NAME = 128
+MAX_COMPLETION_BYTES = 4 * 131_072
+"""Token ids of the longest completion that a run file may ask for."""
+
 
 def task_message(task: TaskKey) -> common_pb2.Task:
     """The task for the wire."""
@@ -28,7 +32,9 @@ def task_message(task: TaskKey) -> common_pb2.Task:
 
 
 def task_key(message: common_pb2.Task) -> TaskKey:
-    """The task that came over the wire."""
+    """The task that came over the wire. Raises `RolloutMalformedError` on a name that no environment has."""
+    if len(message.environment) > MAX_NAME:
+        raise RolloutMalformedError("a task was refused", why=f"its environment's name is longer than {MAX_NAME}")
     return TaskKey(message.environment, message.seed, message.index)
 
 
@@ -64,6 +70,9 @@ def rollout_of(message: control_pb2.Rollout) -> Rollout:
     reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
     if message.finish_reason not in reasons:
         raise RolloutMalformedError(f"the rollout for slot {slot} was refused", why="its finish reason is unknown")
+    num_bytes = max(sum(len(p.token_ids) for p in message.pieces), sum(len(p.logprobs) for p in message.pieces))
+    if num_bytes > MAX_COMPLETION_BYTES:
+        raise RolloutMalformedError(f"the rollout for slot {slot} was refused", why="it is longer than any run allows")
     pieces = tuple(
         Piece(
             node=PeerId(piece.node),
@@ -96,8 +105,11 @@ def sample_of(message: control_pb2.TrainSample) -> TrainSample:
     """A slot of a batch that came over the wire. Raises `RolloutMalformedError`."""
     completion_ids = unpack_ids(message.completion_ids)
     logprobs = unpack_logprobs(message.logprobs)
-    if not len(completion_ids) == len(logprobs) == len(message.mask) == sum(message.segment_lengths):
+    lengths = message.segment_lengths
+    if not len(completion_ids) == len(logprobs) == len(message.mask) == sum(lengths):
         raise RolloutMalformedError(f"sample {message.slot} was refused", why="its parts differ in length")
+    if len(lengths) != len(message.segment_versions) or any(length < 1 for length in lengths):
+        raise RolloutMalformedError(f"sample {message.slot} was refused", why="its segments do not fit")
     versions = (Version(version) for version in message.segment_versions)
     return TrainSample(
         slot=message.slot,
@@ -105,7 +117,7 @@ def sample_of(message: control_pb2.TrainSample) -> TrainSample:
         completion_ids=completion_ids,
         logprobs=logprobs,
         mask=tuple(live != 0 for live in message.mask),
-        segments=tuple(zip(versions, message.segment_lengths, strict=True)),
+        segments=tuple(zip(versions, lengths, strict=True)),
         advantage=message.advantage,
     )
 

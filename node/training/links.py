@@ -120,7 +120,9 @@ class RoundLinks:
     async def _dial(self, peer_id: PeerId) -> None:
         channel = self._links.channel(self._round.members[peer_id])
         try:
-            await asyncio.wait_for(channel.channel_ready(), min(DIAL_S, self._round.remaining_s))
+            # Not `wait_for`, which before Python 3.12 may swallow a cancellation; a round would then never end.
+            async with asyncio.timeout(min(DIAL_S, self._round.remaining_s)):
+                await channel.channel_ready()
         except TimeoutError:
             raise self.blame(peer_id, f"{peer_id} does not answer at its endpoint") from None
 

@@ -52,7 +52,8 @@ async def _receive(stub: PeerServiceStub, request: FetchOptimizerState, file: IO
     call = stub.FetchOptimizer(peer_pb2.FetchOptimizerRequest(version=request.version))
     try:
         while received <= expected:
-            message = await asyncio.wait_for(call.read(), STALL_S)
+            async with asyncio.timeout(STALL_S):
+                message = await call.read()
             if not isinstance(message, peer_pb2.FetchOptimizerResponse) or not message.data:
                 break
             received += len(message.data)

@@ -6,6 +6,7 @@ or the round's.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from protocol.v1 import peer_pb2
 MESSAGE_BYTES = 512 << 10
 MAX_CALL_S = 600.0
 MAX_CONCURRENT_STATES = 2
+HANG_UP_S = 0.5
 
 Requests = AsyncIterator[peer_pb2.PushGradientRequest]
 MomentsOf = Callable[[Version], Moments | None]
@@ -45,7 +47,7 @@ class TrainerPeer(UnservedPeer):
                 first = await anext(messages, peer_pb2.PushGradientRequest())
             opened = await self._book.find(RoundId(first.round_id), wait_s=_patience_s(context))
             async with asyncio.timeout(opened.remaining_s):
-                await _take_part(opened, caller, first, messages)
+                await _take_part(opened, caller, first, messages, hung_up=_hung_up(context))
         return peer_pb2.PushGradientResponse()
 
     async def FetchShard(
@@ -91,7 +93,12 @@ class TrainerPeer(UnservedPeer):
 
 
 async def _take_part(
-    opened: OpenRound, sender: PeerId, first: peer_pb2.PushGradientRequest, messages: Requests
+    opened: OpenRound,
+    sender: PeerId,
+    first: peer_pb2.PushGradientRequest,
+    messages: Requests,
+    *,
+    hung_up: asyncio.Event,
 ) -> None:
     intake = opened.claim(first.shard, sender)
     try:
@@ -103,6 +110,11 @@ async def _take_part(
             intake.write(message.offset, message.data)
         opened.deliver(first.shard, sender, intake.finish())
     except PartRefusedError as error:
+        # A link that breaks looks like the end of a part; only a sender that is still there sent too little.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HANG_UP_S):
+                await hung_up.wait()
+                raise
         opened.fail(blame(opened.plan.round_id, [sender], error.sentence()))
         raise
 
@@ -133,6 +145,13 @@ def _pieces(parts: list[memoryview]) -> Iterator[bytes]:
     for part in parts:
         for start in range(0, len(part), MESSAGE_BYTES):
             yield bytes(part[start : start + MESSAGE_BYTES])
+
+
+def _hung_up(context: Any) -> asyncio.Event:
+    """An event that is set when the call is over, for whatever reason."""
+    event = asyncio.Event()
+    context.add_done_callback(lambda _: event.set())
+    return event
 
 
 def _patience_s(context: Any) -> float:

@@ -90,7 +90,8 @@ def _model(model_dir: Path) -> tuple[Any, float]:
     whole = _num_working_parameters(AutoModelForCausalLM, config)
     if whole > MAX_PARAMETERS:
         config.num_hidden_layers = min(config.num_hidden_layers, REDUCED_LAYERS)
-        config.layer_types = None
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: config.num_hidden_layers]
     share = _num_working_parameters(AutoModelForCausalLM, config) / whole
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(), torch.device(device):

@@ -219,7 +219,8 @@ async def _read(stub: PeerServiceStub, wanted: _Wanted, *, is_wanted: Callable[[
     data = bytearray()
     try:
         while len(data) <= wanted.max_bytes:
-            message = await asyncio.wait_for(call.read(), STALL_S)
+            async with asyncio.timeout(STALL_S):
+                message = await call.read()
             if not isinstance(message, peer_pb2.FetchChunkResponse) or not message.data:  # the end, or no progress
                 break
             data += message.data

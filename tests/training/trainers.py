@@ -19,6 +19,8 @@ from node.weights.blobs import BlobStore
 from node.weights.content import assemble, body_of
 from node.weights.service import UnservedPeer
 from protocol.certificates import Leaf, certificate_request, issue_leaf, new_leaf_key
+from protocol.errors import RoundStaleError
+from protocol.grpc_errors import from_rpc_error
 from protocol.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
 from protocol.ids import PeerId, RoundId, RunId, Version
 from protocol.keys import Identity
@@ -26,6 +28,7 @@ from protocol.manifest import Body
 from protocol.round import Member, RoundPlan, TrainSample, split_evenly
 from protocol.run import OptimizerSpec
 from protocol.tls import ServedLeaf, anchor_pem, channel_credentials, channel_options, server_credentials
+from protocol.v1 import peer_pb2
 from protocol.v1.peer_pb2_grpc import PeerServiceStub, add_PeerServiceServicer_to_server
 
 RUN_ID = RunId("0123456789abcdef0123456789abcdef")
@@ -241,3 +244,46 @@ async def run_all(
     """A round on all seats at once; what each came to."""
     runs = (item.run(plan, share) for item, share in zip(seats, shares, strict=True))
     return await asyncio.gather(*runs, return_exceptions=True)
+
+
+def size_of(plan: RoundPlan, shard: int) -> int:
+    """Elements of a shard."""
+    return plan.shards[shard].stop - plan.shards[shard].start
+
+
+async def push(stub: PeerServiceStub, messages: list[peer_pb2.PushGradientRequest]) -> None:
+    """Sends the messages as one part; raises what the owner answers."""
+
+    async def stream() -> AsyncIterator[peer_pb2.PushGradientRequest]:
+        for message in messages:
+            yield message
+
+    try:
+        await stub.PushGradient(stream(), timeout=10)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+
+
+def part(plan: RoundPlan, shard: int, data: bytes, *, offset: int = 0) -> peer_pb2.PushGradientRequest:
+    """One message of a part."""
+    return peer_pb2.PushGradientRequest(round_id=plan.round_id, shard=shard, offset=offset, data=data)
+
+
+async def fetch(stub: PeerServiceStub, plan: RoundPlan, shard: int, content: Any) -> bytes:
+    """All bytes of a stage of a shard; raises what the owner answers."""
+    request = peer_pb2.FetchShardRequest(round_id=plan.round_id, shard=shard, content=content)
+    try:
+        return b"".join([message.data async for message in stub.FetchShard(request, timeout=10)])
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+
+
+def suspects(result: object) -> str:
+    """Whom a failed round blames."""
+    assert isinstance(result, RoundStaleError), result
+    return result.why
+
+
+def bits(item: Seat) -> tuple[bytes, ...]:
+    """The state in force, byte for byte."""
+    return tuple(getattr(item.state, name).tobytes() for name in ("weights_P", "first_P", "second_P"))

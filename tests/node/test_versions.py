@@ -1,0 +1,155 @@
+"""What a node knows and holds of versions: signed, chained, one root a number, and found again after a restart."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.base_folder import describe, seed_store
+from node.holders import announced_holders
+from node.home import Home
+from node.state import RATE_WINDOW_S, Rate
+from node.versions import Versions
+from node.weights.blobs import BlobStore
+from node.weights.content import body_of
+from node.weights.fetch import Holder
+from protocol.errors import ChunkCorruptError, ManifestRefusedError, ModelMissingError, UnreachableError
+from protocol.ids import Digest, Version
+from protocol.keys import Identity
+from protocol.manifest import Body, Manifest, Seal, SignedManifest, sign_manifest
+from tests.node.fakes import COORDINATOR, RUN_ID, leaf_for
+
+STRANGER = Identity.from_seed(b"x" * 32)
+
+
+@pytest.fixture
+def node_home(home: Path) -> Home:
+    return Home.create(home)
+
+
+def versions_of(home: Home) -> Versions:
+    async def find(version: Version) -> Sequence[Holder]:
+        return ()
+
+    leaf = leaf_for(home.peer_id)
+    key = COORDINATOR.public_bytes
+    return Versions(home, run_id=RUN_ID, coordinator_key=key, leaf=lambda: leaf, find=find)
+
+
+def make_body(version: int, value: float, blobs: BlobStore, parent: Digest | None = None) -> Body:
+    tensors = {"w": np.full((512,), value, np.float32)}
+    return body_of(tensors, blobs, run_id=RUN_ID, version=Version(version), parent=parent, chunk_bytes=1024)
+
+
+def signed(body: Body, previous: SignedManifest | None, by: Identity = COORDINATOR) -> SignedManifest:
+    seal = Seal(bytes(32), previous.digest if previous else None, 1)
+    return sign_manifest(by, Manifest(body, seal))
+
+
+async def test_a_chain_is_learnt_held_and_made_ready(node_home: Home) -> None:
+    versions = versions_of(node_home)
+    body0 = make_body(0, 0.0, versions.blobs)
+    body1 = make_body(1, 1.0, versions.blobs, body0.root)
+    first = signed(body0, None)
+    versions.learn(first)
+    versions.learn(signed(body1, first))
+    assert (versions.head, versions.held, versions.ready) == (1, [], None)
+    assert versions.signed(Version(1)) is None
+    path = await versions.make_ready(Version(1))
+    assert path == versions.weights_path(Version(1))
+    assert (versions.held, versions.ready, versions.root(Version(1))) == ([1], 1, body1.root)
+    assert versions.signed(Version(-1)) == signed(body1, first)
+
+
+def test_what_the_coordinator_did_not_sign_is_refused(node_home: Home) -> None:
+    versions = versions_of(node_home)
+    with pytest.raises(ManifestRefusedError):
+        versions.learn(signed(make_body(0, 0.0, versions.blobs), None, by=STRANGER))
+    assert versions.head is None
+
+
+def test_a_number_never_stands_for_two_roots_and_links_must_fit(node_home: Home) -> None:
+    versions = versions_of(node_home)
+    body0 = make_body(0, 0.0, versions.blobs)
+    first = signed(body0, None)
+    versions.learn(first)
+    with pytest.raises(ManifestRefusedError, match="second version 0"):
+        versions.learn(signed(make_body(0, 5.0, versions.blobs), None))
+    stranger_link = signed(make_body(0, 7.0, versions.blobs), None)
+    with pytest.raises(ManifestRefusedError, match="does not follow"):
+        versions.learn(signed(make_body(1, 1.0, versions.blobs, body0.root), stranger_link))
+    assert (versions.head, versions.root(Version(0))) == (0, body0.root)
+
+
+async def test_a_restart_finds_again_what_is_on_disk_and_drops_what_is_damaged(node_home: Home) -> None:
+    versions = versions_of(node_home)
+    body0 = make_body(0, 0.0, versions.blobs)
+    first = signed(body0, None)
+    versions.learn(first)
+    versions.learn(signed(make_body(1, 1.0, versions.blobs, body0.root), first))
+    await versions.fetch(Version(0))
+    (node_home.path / "manifests" / "1.msgpack").write_bytes(b"torn")
+    again = versions_of(node_home)
+    assert (again.head, again.held) == (0, [0])
+    assert not (node_home.path / "manifests" / "1.msgpack").exists()
+
+
+async def test_lost_chunks_are_noticed_and_no_holder_is_an_error(node_home: Home) -> None:
+    versions = versions_of(node_home)
+    body0 = make_body(0, 0.0, versions.blobs)
+    versions.learn(signed(body0, None))
+    await versions.fetch(Version(0))
+    (versions.blobs.folder / body0.chunks[0]).unlink()
+    with pytest.raises(UnreachableError, match="nobody is known to hold"):
+        await versions.fetch(Version(0))
+    assert versions.held == []
+
+
+async def test_retiring_removes_bytes_that_nobody_needs(node_home: Home) -> None:
+    versions = versions_of(node_home)
+    body0 = make_body(0, 0.0, versions.blobs)
+    first = signed(body0, None)
+    versions.learn(first)
+    versions.learn(signed(make_body(1, 1.0, versions.blobs, body0.root), first))
+    for number in (0, 1):
+        await versions.make_ready(Version(number))
+    await versions.retire(keep_from=Version(1), now_s=4e9)
+    assert versions.held == [1]
+    assert not versions.weights_path(Version(0)).exists()
+    assert versions.weights_path(Version(1)).exists()
+    assert set(versions.blobs.digests()) == set(versions.body(Version(1)).chunks)
+    assert versions.manifest(Version(0)) is not None
+
+
+def test_announced_holders_are_parsed_and_oneself_is_left_out() -> None:
+    me, other = COORDINATOR.peer_id, STRANGER.peer_id
+    texts = [f"{other}@127.0.0.1:5", f"{me}@127.0.0.1:6", "127.0.0.1:7", f"{other}@nowhere", "x@127.0.0.1:8"]
+    assert announced_holders(texts, but=me) == (Holder(other, "127.0.0.1:5"),)
+
+
+def test_a_base_folder_seeds_a_store(tmp_path: Path) -> None:
+    folder, store = tmp_path / "base", BlobStore(tmp_path / "store")
+    with pytest.raises(ModelMissingError, match="hexcomb base create"):
+        seed_store(folder, store)
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"w": np.zeros(8, np.float32)}, folder / "model.safetensors")
+    body = describe(folder).body
+    assert (body.run_id, body.version, [file.name for file in body.files]) == (None, 0, ["config.json"])
+    assert seed_store(folder, store) == 2
+    assert all(store.has(digest) for digest in body.chunks)
+    (folder / "blobs" / body.chunks[0]).write_bytes(b"spoilt")
+    with pytest.raises(ChunkCorruptError):
+        seed_store(folder, BlobStore(tmp_path / "other"))
+
+
+def test_the_rate_forgets_what_is_old() -> None:
+    rate = Rate()
+    rate.add(100, now_s=0.0)
+    rate.add(100, now_s=10.0)
+    assert rate.per_s(now_s=10.0) == 200 / RATE_WINDOW_S
+    assert rate.per_s(now_s=RATE_WINDOW_S + 5.0) == 100 / RATE_WINDOW_S
+    assert (rate.per_s(now_s=1000.0), rate.total) == (0.0, 200)
