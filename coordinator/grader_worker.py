@@ -7,12 +7,15 @@ never 0.
 
 import argparse
 import asyncio
+import io
 import os
 import resource
 import signal
+import sys
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import msgspec
 
@@ -25,7 +28,10 @@ from protocol.tokens import Tokenizer, load_tokenizer
 
 SCORE_LIMIT_S = 5.0
 MEMORY_BYTES = 4 << 30
-MAX_WRITTEN_BYTES = 1 << 20
+MAX_WRITTEN_BYTES = 32 << 20
+"""For each file, the log among them, which is set aside well below that."""
+
+MAX_PRINTED = 1 << 20
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Threads take address space, of which there is little."""
 
@@ -72,11 +78,30 @@ class Grader:
         signal.setitimer(signal.ITIMER_REAL, SCORE_LIMIT_S)
         try:
             return environment.score(regenerate(environment, key), tokenizer.decode(completion_ids))
-        except (TooSlow, Exception):
+        except (TooSlow, SystemExit, Exception):
             traceback.print_exc()
             return None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class Forgetful(io.TextIOBase):
+    """A log that takes so many characters and forgets the rest: a full one must not fail a score."""
+
+    def __init__(self, stream: TextIO, num_characters: int) -> None:
+        self._stream, self._left = stream, num_characters
+
+    def write(self, text: str) -> int:
+        """Keeps what there is room for."""
+        kept = text[: self._left]
+        self._left -= len(kept)
+        if kept:
+            self._stream.write(kept)
+        return len(text)
+
+    def flush(self) -> None:
+        """Passes on what was kept."""
+        self._stream.flush()
 
 
 def confine() -> None:
@@ -87,6 +112,7 @@ def confine() -> None:
     for name in [name for name in os.environ if name not in ("PATH", "HOME", "LANG", "TMPDIR")]:
         del os.environ[name]
     os.environ.update(ONE_THREAD)
+    sys.stdout = sys.stderr = Forgetful(sys.stderr, MAX_PRINTED)
 
 
 def _on_alarm(_number: int, _frame: FrameType | None) -> None:

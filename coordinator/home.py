@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -37,7 +37,7 @@ class CoordinatorHome:
     path: Path
     identity: Identity
     run_id: RunId
-    run_secret: bytes
+    run_secret: bytes = field(repr=False)
 
     @classmethod
     def open(cls, path: Path) -> "CoordinatorHome":

@@ -23,7 +23,7 @@ from protocol.tokens import Tokenizer
 class Section(BaseModel):
     """A table of the run file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class TaskSection(Section):
@@ -119,7 +119,7 @@ class RunFile(Section):
     """The whole file. `base` is the folder that `hexcomb base create` made; relative paths start at the run file."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
-    base: Path
+    base: Path = Field(strict=False)
     stop_version: int | None = Field(None, ge=1)
     task: TaskSection
     sampling: SamplingSection = SamplingSection()

@@ -103,7 +103,8 @@ class LeaseWork:
         gathered_s = time.monotonic() + GATHER_S
         while len(batch) < MAX_BATCH and (wait_s := gathered_s - time.monotonic()) > 0:
             try:
-                batch.append(await asyncio.wait_for(self.filled.get(), wait_s))
+                async with asyncio.timeout(wait_s):  # wait_for may swallow a cancellation
+                    batch.append(await self.filled.get())
             except TimeoutError:
                 break
         return batch

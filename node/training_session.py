@@ -10,8 +10,6 @@ bytes.
 import asyncio
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -30,10 +28,11 @@ from node.compute.messages import (
 from node.context import Node
 from node.optimizer_state import bring_optimizer_state, keep_optimizer_state
 from node.orders import EvaluationRequested
+from node.trainer_orders import TrainerOrders, suspects_in
 from protocol.certificates import anchor_pem
 from protocol.child import ChildProcess
-from protocol.errors import HexcombError, RootMismatchError, RoundStaleError, VersionFromFutureError
-from protocol.ids import Digest, PeerId, RoundId, Version
+from protocol.errors import HexcombError, RootMismatchError, VersionFromFutureError
+from protocol.ids import Digest, Version
 from protocol.manifest import Body
 from protocol.round import RoundPlan
 
@@ -47,35 +46,13 @@ MAX_STARTS = 8
 log = structlog.get_logger("training")
 
 
-@dataclass(slots=True)
-class TrainerOrders:
-    """What the coordinator wants of a trainer; outlives the child, so that a new one goes on from it."""
-
-    plan: tuple[RoundPlan, bytes] | None = None
-    evaluation: EvaluationRequested | None = None
-    over: set[RoundId] = field(default_factory=set)
-
-    def note_plan(self, plan: RoundPlan, payload: bytes) -> None:
-        """A round was sealed; a later plan replaces an earlier one."""
-        if plan.round_id not in self.over:
-            self.plan = (plan, payload)
-
-    def note_abort(self, round_id: RoundId) -> None:
-        """A round is over without a version."""
-        self.over.add(round_id)
-
-    def is_wanted(self, plan: RoundPlan, *, version: Version) -> bool:
-        """Whether the round is still to be worked on from `version`."""
-        is_latest = self.plan is not None and self.plan[0].round_id == plan.round_id
-        return is_latest and plan.round_id not in self.over and plan.base_version == version
-
-
 class TrainingSession:
     """One life of a trainer; `run` ends by cancellation or with the error that makes a new child necessary."""
 
     def __init__(self, node: Node, child: ChildProcess, orders: TrainerOrders) -> None:
         self._node, self._child, self._orders = node, child, orders
         self._staged_root: Digest | None = None
+        self._leaf = node.leaf
 
     async def run(self) -> None:
         """Starts the trainer on the newest version and follows orders until cancelled, or until the child
@@ -124,6 +101,7 @@ class TrainingSession:
         node.state.activity = f"fetching the optimizer's state after version {head}"
         optimizer_state = await bring_optimizer_state(node, self._child, body)
         node.state.activity = f"starting the trainer on version {head}"
+        self._leaf = node.leaf
         order = StartTrainer(
             model_dir=str(node.versions.model_dir),
             version=head,
@@ -138,8 +116,8 @@ class TrainingSession:
             coordinator_key=node.joined.coordinator_key,
             listen_host=node.settings.listen_host,
             ca_certificate=anchor_pem(node.joined.coordinator_key),
-            leaf_certificate=node.leaf.certificate_pem,
-            leaf_key=node.leaf.key_pem,
+            leaf_certificate=self._leaf.certificate_pem,
+            leaf_key=self._leaf.key_pem,
         )
         started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
         node.state.engine, node.state.trainer_endpoint = "trainer", started.endpoint
@@ -151,6 +129,8 @@ class TrainingSession:
         orders, head = self._orders, self._node.versions.head
         if head is not None and head > self._version:
             await self._commit(head)
+        elif self._leaf is not self._node.leaf:  # renewed: the trainer's own server and channels must show it
+            await self._start_somehow()
         elif orders.evaluation is not None and orders.evaluation.version <= self._version:
             await self._evaluate()
         elif orders.plan is not None and orders.is_wanted(orders.plan[0], version=self._version):
@@ -274,11 +254,3 @@ class TrainingSession:
         state.loaded, state.starting = (version, self._node.versions.root(version)), None
         state.changed()
         self._node.session.beat_now()
-
-
-def suspects_in(error: HexcombError, *, members: Sequence[PeerId]) -> tuple[PeerId, ...]:
-    """The members that an error of the round blames: `why` of a ROUND_STALE error lists them with commas."""
-    if not isinstance(error, RoundStaleError):
-        return ()
-    named = {part.strip() for part in error.why.split(",")}
-    return tuple(member for member in members if member in named)

@@ -18,7 +18,8 @@ from node.machine import measure
 from node.orders import EvaluationRequested, RoundAborted, RoundSealed
 from node.rollouts import RolloutWork
 from node.state import NodeState
-from node.training_session import TrainerOrders, TrainingSession
+from node.trainer_orders import TrainerOrders
+from node.training_session import TrainingSession
 from protocol.errors import HexcombError
 from protocol.ids import LeaseId, Version
 from protocol.round import open_plan

@@ -1,1 +1,1 @@
-"""The directory as the daemon sees it: messages to the child that joins the DHT, its client, and the layout of records."""
+"""The directory as the daemon sees it: messages to the child that joins the DHT, its client, the records' layout."""

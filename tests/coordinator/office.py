@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from coordinator.core.events import InviteCreated
@@ -26,6 +27,7 @@ from node.orders import Lease, Order, RoleAssigned, VersionAnnounced, Welcome
 from node.session import Session
 from node.tokenizer import vocabulary_of, write_tokenizer
 from protocol.errors import HexcombError
+from protocol.grpc_errors import from_rpc_error
 from protocol.ids import Digest, InviteId, RoundId, SlotKey, Version
 from protocol.invite import Invite, encode_invite, stored_secret
 from protocol.keys import Identity
@@ -38,6 +40,14 @@ DEADLINE_S = 20.0
 SECRET = b"s" * 16
 STOP_ID = 1
 SUMS = EnvironmentSpec("chain_sum", dict.fromkeys(("min_terms", "max_terms"), 2) | {"max_digits": 1}, "expression")
+
+
+async def typed(call: Any) -> Any:
+    """The answer of a raw gRPC call; its failure as an error of the tree."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
 
 
 def write_base(folder: Path) -> Path:
@@ -143,12 +153,12 @@ class Office:
 
     @contextlib.contextmanager
     def refuses(self, kind: type[HexcombError], *, match: str | None = None) -> Iterator[None]:
-        """What happens inside is refused as `kind`, says why, is counted, and changes nothing."""
+        """What happens inside is refused as `kind`, says why or what to do, is counted, and changes nothing."""
         before, count = self.state(), self.coordinator.authority.refusals[kind.code]
         with pytest.raises(kind, match=match) as caught:
             yield
         assert type(caught.value) is kind
-        assert caught.value.why
+        assert caught.value.why or caught.value.remedy
         assert self.state() == before
         assert self.coordinator.authority.refusals[kind.code] > count
 

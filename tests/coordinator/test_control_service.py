@@ -34,7 +34,6 @@ from protocol.errors import (
     VersionTooOldError,
     WorkRefusedError,
 )
-from protocol.grpc_errors import from_rpc_error
 from protocol.grpc_options import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from protocol.ids import Digest, LeaseId, PeerId, RoundId, Version
 from protocol.keys import Identity, peer_id_of
@@ -44,7 +43,7 @@ from protocol.tls import channel_options
 from protocol.v1 import control_pb2
 from protocol.v1.control_pb2_grpc import ControlServiceStub
 from protocol.wire import rollout_message
-from tests.coordinator.office import DEADLINE_S, STOP_ID, Member, Office
+from tests.coordinator.office import DEADLINE_S, STOP_ID, Member, Office, typed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -65,14 +64,6 @@ def dial(office: Office, leaf: Leaf | None) -> grpc.aio.Channel:
     credentials = grpc.ssl_channel_credentials(anchor_pem(key), *pair)
     options = [*CLIENT_OPTIONS, *channel_options(peer_id_of(key))]
     return grpc.aio.secure_channel(office.coordinator.addresses["control"], credentials, options=options)
-
-
-async def typed(call: Any) -> Any:
-    """The answer of a raw call; its failure as an error of the tree."""
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
 
 
 async def test_two_versions_are_made(office: Office) -> None:

@@ -325,7 +325,7 @@ def test_a_slot_under_two_leases_would_be_seen(world: World) -> None:
 
 
 def test_node_behind_the_head_opens_fewer_groups(world: World) -> None:
-    """Its tokens will be one version older when their turn comes; at the head's capacity they would be over the bound."""
+    """Its tokens will be a version older when their turn comes; at the head's capacity they would be over the bound."""
     world.make_version()
     turn = Turn(world.rules, world.core.state, world.core.soft, world.now_ms)
     batch = world.rules.spec.groups_per_batch

@@ -1,0 +1,110 @@
+"""One swarm of real processes through what befalls a swarm. The tests build on each other, in the order of the file."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.network.swarm import RUN_FILE, Swarm
+
+pytestmark = pytest.mark.timeout(300)
+
+SILENT = "capability_in_hello = false\n"
+"""Heartbeats and hellos say nothing of what the node can do; only the DHT does."""
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    folder = tmp_path_factory.mktemp("s")
+    swarm, base = Swarm(folder), folder / "base"
+    params = [f"--param={name}" for name in ("min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1")]
+    swarm.run("node.cli", "base", "create", str(base), "--tiny", "--environment", "chain_sum", *params, deadline_s=120)
+    (folder / "run.toml").write_text(RUN_FILE.format(base=base))
+    try:
+        swarm.start_coordinator()
+        swarm.join("t1", "--base", str(base), role="trainer", settings=SILENT)
+        swarm.join("t2", role="trainer", settings=SILENT)
+        swarm.join("r1", role="rollout", settings=SILENT)
+        yield swarm
+    finally:
+        swarm.stop()
+
+
+def test_roles_come_from_the_directory_alone_and_versions_are_made(swarm: Swarm) -> None:
+    status = swarm.wait_for_version(2)
+    roles = {node["name"]: node["role"] for node in status["nodes"]}
+    assert roles == {"t1": "trainer", "t2": "trainer", "r1": "rollout"}
+    assert all(node["train_tokens_per_s"] > 0 for node in status["nodes"])
+    assert status["num_diverged"] == 0
+
+
+def test_trainers_and_rollout_node_hold_the_same_weights(swarm: Swarm) -> None:
+    def weights() -> dict[str, set[str]]:
+        """Root by version, as each node's own status has it."""
+        found: dict[str, set[str]] = {}
+        for name in ("t1", "t2", "r1"):
+            said = swarm.node(name, "status")
+            found.setdefault(str(said["version"]), set()).add(str(said["root"]))
+        return found
+
+    seen = [weights() for _ in range(3)]
+    assert all(len(roots) == 1 for found in seen for roots in found.values())
+
+
+def test_frozen_coordinator_leaves_the_directory_at_work(swarm: Swarm) -> None:
+    """An idle newcomer holds only what was newest when it came; with the coordinator stopped it finds an older version
+    through the DHT alone, and `peers` still knows everybody's rates."""
+    swarm.join("i1", settings="")
+    held = swarm.wait_for("the newcomer's first version", lambda: swarm.held("i1"))
+    swarm.signal("coordinator", signal.SIGSTOP)
+    try:
+        peers = swarm.node("i1", "peers")["peers"]
+        assert len(peers) >= 3
+        assert all(peer["train_tokens_per_s"] > 0 for peer in peers)
+        offered = {version for peer in peers for version in peer["versions"]} - set(held)
+        assert offered, "nobody offers a version that the newcomer lacks"
+        wanted = max(offered)
+        fetched = swarm.node("i1", "fetch", str(wanted))
+        assert fetched["version"] == wanted
+    finally:
+        swarm.signal("coordinator", signal.SIGCONT)
+    assert wanted in swarm.held("i1")
+
+
+def test_killed_coordinator_goes_on_where_its_journal_ends(swarm: Swarm) -> None:
+    before = swarm.status()
+    swarm.signal("coordinator", signal.SIGKILL)
+    swarm.start_coordinator()
+    after = swarm.wait_for_version(before["version"] + 2)
+    assert after["epoch"] == before["epoch"] + 1
+    assert after["num_accepted"] >= before["num_accepted"]
+    assert_balanced(after)
+
+
+def test_killed_trainer_costs_a_round_at_most(swarm: Swarm) -> None:
+    before = swarm.status()
+    swarm.signal("t2", signal.SIGKILL)
+    after = swarm.wait_for_version(before["version"] + 2)
+    assert after["num_diverged"] == 0
+    assert_balanced(after)
+
+
+def test_evaluations_are_of_committed_versions(swarm: Swarm) -> None:
+    status = swarm.status()
+    assert status["evaluations"]
+    assert all(0 <= e["accuracy"] <= 1 and e["version"] % 2 == 0 for e in status["evaluations"])
+
+
+def test_nothing_is_left_after_sigterm(swarm: Swarm, tmp_path: Path) -> None:
+    swarm.processes["r1"].terminate()
+    assert swarm.processes.pop("r1").wait(timeout=20) == 0
+
+
+def assert_balanced(status: dict[str, Any]) -> None:
+    books = status["books"]
+    parts = ("running", "queued", "in_round", "trained", "dropped", "filtered", "failed")
+    assert books["issued"] == sum(books[part] for part in parts)
+    leases = status["leases"]
+    assert leases["granted"] == leases["open"] + leases["filled"] + leases["expired"] + leases["returned"]
