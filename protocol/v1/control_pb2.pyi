@@ -271,7 +271,7 @@ class VersionAnnounced(message.Message):
 
     @builtins.property
     def holders(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
-        """host:port of peers that hold it, best first."""
+        """Peers that hold it, best first, as PEER_ID@host:port."""
 
     def __init__(
         self,

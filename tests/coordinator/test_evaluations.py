@@ -8,7 +8,6 @@ import pytest
 import pytest_asyncio
 
 from coordinator.grader import Grader, Pair
-from coordinator.server import Coordinator
 from node.orders import EvaluationRequested
 from protocol.errors import EngineError, NotEnrolledError, RolloutMalformedError, UsageError, WorkRefusedError
 from protocol.ids import TaskKey, Version
@@ -58,10 +57,7 @@ async def test_the_accuracy_is_what_the_coordinator_scores(office: Office, base:
     assert accuracy(office) == 0.75
     assert office.core.state.head.num_tasks == NUM_TASKS
     before = office.state()
-    with pytest.raises(WorkRefusedError):  # it is done, and recorded once
-        await answer(trainer, order, right)
-        assert office.core.state.evaluations_due == []
-        office.coordinator.authority.core.state.evaluations_due.append(V0)
+    await answer(trainer, order, right)  # as a node does that missed the answer: it is recorded once
     assert office.state() == before
 
 
@@ -145,4 +141,3 @@ async def test_an_environment_without_held_out_tasks_ends_the_start(
     with pytest.raises(UsageError, match="no held-out prompts"):
         async with asyncio.timeout(DEADLINE_S), serving(grader, base, make_home, evaluation={"every": 1}):
             pass
-    assert issubclass(Coordinator, object)

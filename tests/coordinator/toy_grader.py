@@ -1,5 +1,6 @@
 """A grading child whose environment does what the completion says. `python -m tests.coordinator.toy_grader`."""
 
+import mmap
 import os
 import resource
 import signal
@@ -61,7 +62,8 @@ class ToyEnvironment:
             case "odd":
                 raise RecursionError("too deep")
             case "memory":
-                return float(len(bytearray(2 * MEMORY_BYTES)) > 0)
+                with mmap.mmap(-1, 2 * MEMORY_BYTES) as memory:
+                    return float(len(memory) > MEMORY_BYTES)
             case "write":
                 with tempfile.TemporaryFile() as file:
                     file.write(bytes(grader_worker.MAX_WRITTEN_BYTES + 1))

@@ -57,12 +57,13 @@ def test_frozen_coordinator_leaves_the_directory_at_work(swarm: Swarm) -> None:
     """An idle newcomer holds only what was newest when it came; with the coordinator stopped it finds an older version
     through the DHT alone, and `peers` still knows everybody's rates."""
     swarm.join("i1", settings="")
-    held = swarm.wait_for("the newcomer's first version", lambda: swarm.held("i1"))
+    swarm.wait_for("the newcomer's first version", lambda: swarm.held("i1"))
+    swarm.wait_for("all four rates in the newcomer's directory", lambda: num_rates(swarm) == 4)
     swarm.signal("coordinator", signal.SIGSTOP)
+    held = swarm.held("i1")
     try:
+        assert num_rates(swarm) == 4
         peers = swarm.node("i1", "peers")["peers"]
-        assert len(peers) >= 3
-        assert all(peer["train_tokens_per_s"] > 0 for peer in peers)
         offered = {version for peer in peers for version in peer["versions"]} - set(held)
         assert offered, "nobody offers a version that the newcomer lacks"
         wanted = max(offered)
@@ -100,6 +101,12 @@ def test_evaluations_are_of_committed_versions(swarm: Swarm) -> None:
 def test_nothing_is_left_after_sigterm(swarm: Swarm, tmp_path: Path) -> None:
     swarm.processes["r1"].terminate()
     assert swarm.processes.pop("r1").wait(timeout=20) == 0
+
+
+def num_rates(swarm: Swarm) -> int:
+    """Nodes whose measured rates the newcomer reads from the DHT."""
+    peers = swarm.node("i1", "peers")["peers"]
+    return sum(peer["decode_tokens_per_s"] > 0 and peer["train_tokens_per_s"] > 0 for peer in peers)
 
 
 def assert_balanced(status: dict[str, Any]) -> None:
