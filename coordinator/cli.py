@@ -6,6 +6,7 @@ ends the process with the exit code of its class.
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -130,6 +131,7 @@ def duration_s(text: str) -> float:
 
 def main() -> None:
     """The console script."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it has to say, our own errors say better
     try:
         app(standalone_mode=True)
     except HexcombError as error:

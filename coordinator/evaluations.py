@@ -38,8 +38,11 @@ class Evaluations:
         self._asked.setdefault(version, set()).add(peer_id)
 
     async def take(self, peer_id: PeerId, version: Version, completions: Sequence[tuple[TaskKey, PromptIds]]) -> None:
-        """Scores a trainer's completions; of a version that has its accuracy, nothing. Raises `WorkRefusedError` if nobody asked it for this version,
-        `RolloutMalformedError` unless there is one completion for each task, `EngineError` if none could be scored."""
+        """Scores a trainer's completions, unless the version has its accuracy.
+
+        Raises `WorkRefusedError` if nobody asked the trainer, `RolloutMalformedError` unless there is one completion
+        for each task, `EngineError` if none could be scored.
+        """
         self._check(peer_id, version, completions, self._authority.core.rules.spec.sampling)
         if version not in self._authority.core.state.evaluations_due:
             return

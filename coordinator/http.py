@@ -130,8 +130,10 @@ async def serve_http(app: FastAPI, bound: socket.socket) -> None:
     """Serves on a socket that is bound already until cancelled, then ends its connections and closes it."""
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        log_level="error",  # strangers cause warnings at will
         access_log=False,
+        http="h11",  # bounds the headers, and needs nothing compiled
+        ws="none",
         lifespan="off",
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS,

@@ -45,8 +45,10 @@ def end_session(turn: Turn, event: SessionEnded) -> None:
 
 
 def watch_nodes(turn: Turn) -> None:
-    """Loses the nodes that were silent for too long."""
+    """Loses the nodes that were silent for too long. Time in which the coordinator itself stood still (a frozen or
+    starved process) is nobody's silence."""
     heartbeat_ms = round(turn.rules.spec.heartbeat_s * 1000)
+    _forgive_own_silence(turn, longest_ms=heartbeat_ms)
     for peer_id, sighting in list(turn.soft.live.items()):
         if turn.now_ms - sighting.seen_ms > HEARTBEATS_TO_LOSS * heartbeat_ms:
             _lose(turn, peer_id, f"no sign of life for {HEARTBEATS_TO_LOSS} heartbeats")
@@ -57,6 +59,20 @@ def watch_nodes(turn: Turn) -> None:
     if turn.now_ms - (turn.soft.started_ms or 0) > HEARTBEATS_TO_LOSS * heartbeat_ms:
         for peer_id in [peer for peer in turn.state.roles if peer not in turn.soft.live]:
             _lose(turn, peer_id, "it did not come back after the coordinator's restart")
+
+
+def _forgive_own_silence(turn: Turn, *, longest_ms: int) -> None:
+    """Timers fire several times a heartbeat; a longer gap between two of them is added to every last sign of life."""
+    soft = turn.soft
+    gap_ms = 0 if soft.watched_ms is None else turn.now_ms - soft.watched_ms
+    soft.watched_ms = turn.now_ms
+    if gap_ms <= longest_ms:
+        return
+    soft.started_ms = (soft.started_ms or 0) + gap_ms
+    for sighting in soft.live.values():
+        sighting.seen_ms = min(sighting.seen_ms + gap_ms, turn.now_ms)
+        if sighting.ended_ms is not None:
+            sighting.ended_ms = min(sighting.ended_ms + gap_ms, turn.now_ms)
 
 
 def _lose(turn: Turn, peer_id: PeerId, reason: str) -> None:

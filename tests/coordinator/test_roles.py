@@ -193,3 +193,15 @@ def test_roles_survive_a_restart_until_their_nodes_had_time_to_return() -> None:
     assert world.role("r1") == "rollout"
     world.tick(1.5)
     assert (world.role("t0"), world.role("r0"), world.role("r1")) == ("trainer", "rollout", None)
+
+
+def test_a_coordinator_that_stood_still_blames_nobody() -> None:
+    """Negative control: the same time with timers loses every silent node."""
+    world = World()
+    world.start()
+    world.tick()
+    world.stall(60.0)
+    assert world.role("t0") == "trainer"
+    assert world.role("r0") == "rollout"
+    world.tick(60.0)
+    assert world.role("t0") is None

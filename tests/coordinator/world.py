@@ -80,7 +80,16 @@ class World:
         return decision
 
     def tick(self, seconds: float = 0.0) -> Decision:
-        """Time passes, and somebody notices."""
+        """Time passes, and somebody notices, twice a second."""
+        end_ms = self.now_ms + round(seconds * 1000)
+        while end_ms - self.now_ms > 500:
+            self.now_ms += 500
+            self.do(e.TimerFired())
+        self.now_ms = end_ms
+        return self.do(e.TimerFired())
+
+    def stall(self, seconds: float) -> Decision:
+        """Time passes, and the coordinator notices nothing of it until it is over."""
         self.now_ms += round(seconds * 1000)
         return self.do(e.TimerFired())
 
