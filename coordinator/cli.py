@@ -44,14 +44,16 @@ def serve(
 
     Example: hexcomb-coordinator serve run.toml
     """
-    import uvloop
-
     from coordinator.home import CoordinatorHome
-    from coordinator.server import Coordinator
     from coordinator.settings import read_run_file
 
     run = read_run_file(run_file)
     coordinator_home = CoordinatorHome.ensure(home)
+
+    import uvloop
+
+    from coordinator.server import Coordinator
+
     with coordinator_home.hold():
         uvloop.run(Coordinator(coordinator_home, run).serve())
 

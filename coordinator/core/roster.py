@@ -2,7 +2,7 @@
 
 Invariants: a node without a sign of life for three heartbeats is lost, as is one whose stream broke and that was not
 seen again within two; a lost node holds no lease and no role. After a restart every node with a role has three
-heartbeats to come back.
+heartbeats and `RETURN_MS` to come back.
 """
 
 from coordinator.core.apply import STRIKES_TO_FAIL
@@ -17,6 +17,8 @@ from protocol.run import Role
 
 HEARTBEATS_TO_LOSS = 3
 HEARTBEATS_AFTER_BREAK = 2
+RETURN_MS = 15_000
+"""After a restart of the coordinator nodes come back one by one, with growing pauses between their attempts."""
 
 
 def see(turn: Turn, event: NodeSeen) -> None:
@@ -56,7 +58,7 @@ def watch_nodes(turn: Turn) -> None:
             turn.now_ms - sighting.ended_ms > HEARTBEATS_AFTER_BREAK * heartbeat_ms
         ):
             _lose(turn, peer_id, "its stream broke and it did not come back")
-    if turn.now_ms - (turn.soft.started_ms or 0) > HEARTBEATS_TO_LOSS * heartbeat_ms:
+    if turn.now_ms - (turn.soft.started_ms or 0) > HEARTBEATS_TO_LOSS * heartbeat_ms + RETURN_MS:
         for peer_id in [peer for peer in turn.state.roles if peer not in turn.soft.live]:
             _lose(turn, peer_id, "it did not come back after the coordinator's restart")
 

@@ -187,11 +187,12 @@ def test_roles_survive_a_restart_until_their_nodes_had_time_to_return() -> None:
     world = World()
     world.start(trainers=1, rollouts=2)
     world.crash()
-    world.tick(2.0)
-    world.see("t0")
-    world.see("r0")
-    assert world.role("r1") == "rollout"
-    world.tick(1.5)
+    for _ in range(9):
+        world.tick(2.0)
+        world.see("t0")
+        world.see("r0")
+        assert world.role("r1") == "rollout"
+    world.tick(0.5)
     assert (world.role("t0"), world.role("r0"), world.role("r1")) == ("trainer", "rollout", None)
 
 
