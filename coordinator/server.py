@@ -74,7 +74,7 @@ class Coordinator:
         self.sessions = Sessions()
         self._directory: Directory | None = None
         self.ready = "the coordinator is starting\n"
-        self.addresses: dict[str, str] = {}
+        self.addresses = home.read_addresses()  # of the last start, until each is bound anew
 
     async def serve(self) -> None:
         """Runs until SIGTERM or SIGINT. Raises the error of the tree that ended it before."""
@@ -186,7 +186,7 @@ class Coordinator:
 
     def _earlier_port(self, name: str) -> int:
         """The port of the last start, or 0 for any."""
-        known = self._home.read_addresses().get(name, "").rstrip("/").rpartition(":")[2]
+        known = self.addresses.get(name, "").rstrip("/").rpartition(":")[2]
         return int(known) if known.isdecimal() else 0
 
     def _control_addresses(self) -> list[str]:

@@ -1,6 +1,5 @@
 """The control plane under bad callers: each is refused as its own error, nothing changes, and honest work goes on."""
 
-import asyncio
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator import control_service
 from coordinator.authority import Authority
 from coordinator.control_service import batch_messages
 from coordinator.core.events import RolloutSubmitted, WorkRequested
 from coordinator.hearsay import MAX_METRICS
 from node.control import ControlClient
-from node.orders import RoundAborted, Welcome, order_of
+from node.orders import RoundAborted
 from protocol.certificates import Leaf, anchor_pem, certificate_request, issue_leaf, new_leaf_key
 from protocol.errors import (
     EngineError,
@@ -29,7 +27,6 @@ from protocol.errors import (
     RoundStaleError,
     UnauthenticatedError,
     UnreachableError,
-    UsageError,
     VersionFromFutureError,
     VersionTooOldError,
     WorkRefusedError,
@@ -37,13 +34,12 @@ from protocol.errors import (
 from protocol.grpc_options import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from protocol.ids import Digest, LeaseId, PeerId, RoundId, Version
 from protocol.keys import Identity, peer_id_of
-from protocol.rollout import Piece, Rollout, pack_ids, pack_logprobs, sign_piece
 from protocol.round import TrainSample
 from protocol.tls import channel_options
 from protocol.v1 import control_pb2
 from protocol.v1.control_pb2_grpc import ControlServiceStub
 from protocol.wire import rollout_message
-from tests.coordinator.office import DEADLINE_S, STOP_ID, Member, Office, typed
+from tests.coordinator.office import DEADLINE_S, STOP_ID, Office, typed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -219,206 +215,6 @@ async def test_a_coordinator_that_stops_is_away_not_refusing(office: Office, mon
     assert await rollout.outcome(lease, rollout.rollout(lease.slots[0].slot)) == "ACCEPTED"
 
 
-# Gate 2
-
-Alter = Callable[[control_pb2.Rollout], None]
-
-
-def piece_with(**changes: Any) -> Alter:
-    """Changes fields of the only piece, whose signature then no longer holds."""
-
-    def alter(message: control_pb2.Rollout) -> None:
-        for name, value in changes.items():
-            setattr(message.pieces[0], name, value)
-
-    return alter
-
-
-def tokens(*token_ids: int, reason: str = "stop", logprobs: tuple[float, ...] | None = None) -> Alter:
-    """Other tokens and log-probabilities, unsigned."""
-
-    def alter(message: control_pb2.Rollout) -> None:
-        message.pieces[0].token_ids = pack_ids(token_ids)
-        message.pieces[0].logprobs = pack_logprobs(logprobs or (-0.5,) * len(token_ids))
-        message.finish_reason = reason
-
-    return alter
-
-
-def split(*starts: int) -> Alter:
-    """The same piece again at other places."""
-
-    def alter(message: control_pb2.Rollout) -> None:
-        for start in starts:
-            message.pieces.add().CopyFrom(message.pieces[0])
-            message.pieces[-1].start = start
-
-    return alter
-
-
-def reason(text: str) -> Alter:
-    return lambda message: setattr(message, "finish_reason", text)
-
-
-MALFORMED: dict[str, Alter] = {
-    "no pieces": lambda message: message.ClearField("pieces"),
-    "empty piece": piece_with(token_ids=b"", logprobs=b""),
-    "odd bytes of ids": piece_with(token_ids=b"\0" * 7),
-    "odd bytes of log-probabilities": piece_with(logprobs=b"\0" * 5),
-    "fewer log-probabilities": piece_with(logprobs=pack_logprobs((-0.5, -0.5))),
-    "more log-probabilities": piece_with(logprobs=pack_logprobs((-0.5,) * 9)),
-    "hole at the front": piece_with(start=1),
-    "negative start": piece_with(start=-(2**31)),
-    "overlap": split(0),
-    "hole in the middle": split(4),
-    "too long": tokens(7, 7, 7, 7, STOP_ID),
-    "longer than any run": piece_with(token_ids=bytes(4 * 131_073), logprobs=bytes(4 * 131_073)),
-    "token -1": tokens(-1, STOP_ID),
-    "token V": tokens(64, STOP_ID),
-    "token 2^31-1": tokens(2**31 - 1, STOP_ID),
-    "positive log-probability": tokens(7, STOP_ID, logprobs=(0.5, -0.5)),
-    "NaN": tokens(7, STOP_ID, logprobs=(float("nan"), -0.5)),
-    "-inf": tokens(7, STOP_ID, logprobs=(float("-inf"), -0.5)),
-    "+inf": tokens(7, STOP_ID, logprobs=(float("inf"), -0.5)),
-    "tokens after the stop id": tokens(STOP_ID, 7, STOP_ID),
-    "stop without a stop id": tokens(7, 7, 7, 7, reason="stop"),
-    "length with a stop id": reason("length"),
-    "length below the cap": tokens(7, 7, reason="length"),
-    "unknown reason": reason("abort"),
-    "no reason": reason(""),
-    "long name of an environment": lambda message: setattr(message.slot.task, "environment", "x" * 70_000),
-}
-
-FORGED: dict[str, tuple[str, Alter]] = {
-    "signature of zeros": ("UNAUTHENTICATED", piece_with(signature=bytes(64))),
-    "short signature": ("UNAUTHENTICATED", piece_with(signature=bytes(63))),
-    "no signature": ("UNAUTHENTICATED", piece_with(signature=b"")),
-    "other tokens under the signature": ("UNAUTHENTICATED", tokens(9, 8, STOP_ID)),
-    "other version under the signature": ("UNAUTHENTICATED", piece_with(version=-1)),
-    "another key's name": ("UNAUTHENTICATED", piece_with(node=STRANGER.peer_id)),
-    "another sample": ("UNAUTHENTICATED", lambda message: setattr(message.slot, "sample", 9)),
-    "garbage for a name": ("KEY_REFUSED", piece_with(node="12D3KooW\0\x1b[2J")),
-    "no name": ("KEY_REFUSED", piece_with(node="")),
-    "a name of 60 kB": ("KEY_REFUSED", piece_with(node="1" * 60_000)),
-    "a weak key": ("KEY_REFUSED", piece_with(node=peer_id_of(b"\1" + bytes(31)), signature=bytes(64))),
-}
-
-
-async def handed_in(member: Member, lease_id: LeaseId, *messages: control_pb2.Rollout) -> list[str]:
-    request = control_pb2.SubmitRolloutsRequest(lease_id=lease_id, rollouts=messages)
-    reply = await typed(member.control.stub.SubmitRollouts(request, timeout=DEADLINE_S))
-    assert all(receipt.detail for receipt in reply.receipts if receipt.outcome != "ACCEPTED")
-    return [receipt.outcome for receipt in reply.receipts]
-
-
-async def test_a_malformed_or_forged_rollout_is_refused_and_its_neighbours_are_not(office: Office) -> None:
-    _, rollout = await office.swarm()
-    lease = await rollout.lease(2)
-    good = rollout_message(rollout.rollout(lease.slots[0].slot))
-    cases = {name: ("ROLLOUT_MALFORMED", alter) for name, alter in MALFORMED.items()} | FORGED
-    messages, expected, before = [], [], office.state()
-    for name, (outcome, alter) in cases.items():
-        message = control_pb2.Rollout()
-        message.CopyFrom(good)
-        alter(message)
-        messages.append(message)
-        expected.append(f"{name}: {outcome}")
-    outcomes = await handed_in(rollout, lease.lease_id, *messages)
-    assert [f"{name}: {outcome}" for name, outcome in zip(cases, outcomes, strict=True)] == expected
-    assert office.state() == before
-    refusals = office.coordinator.authority.refusals
-    assert (refusals["ROLLOUT_MALFORMED"], refusals["UNAUTHENTICATED"], refusals["KEY_REFUSED"]) == (
-        len(MALFORMED),
-        7,
-        4,
-    )
-    assert await handed_in(rollout, lease.lease_id, messages[0], good, messages[-1]) == [
-        "ROLLOUT_MALFORMED",
-        "ACCEPTED",
-        "KEY_REFUSED",
-    ]
-
-
-def signed(member: Member, rollout: Rollout, *, signer: Identity | None = None, **changes: Any) -> control_pb2.Rollout:
-    """The rollout with other values in its piece, and a signature that holds."""
-    signer = signer or member.identity
-    piece: Piece = dataclasses.replace(rollout.pieces[0], **{"node": signer.peer_id, **changes})
-    piece = sign_piece(signer, run_id=member.office.home.run_id, slot=rollout.slot, piece=piece)
-    return rollout_message(Rollout(rollout.slot, (piece,), rollout.finish_reason))
-
-
-async def test_what_is_well_signed_may_still_be_impossible(office: Office) -> None:
-    trainer, rollout = await office.swarm()
-    lease, other = await rollout.lease(1), await rollout.lease(1)
-    slot = lease.slots[0].slot
-    honest = rollout.rollout(slot)
-    elsewhere = rollout.rollout(dataclasses.replace(slot, sample=77))
-    far_away = rollout.rollout(dataclasses.replace(slot, task=dataclasses.replace(slot.task, index=2**62)))
-    cases: list[tuple[Member, LeaseId, control_pb2.Rollout, str]] = [
-        (rollout, lease.lease_id, signed(rollout, honest, signer=STRANGER), "NOT_ENROLLED"),
-        (rollout, lease.lease_id, signed(rollout, honest, version=Version(1)), "VERSION_FROM_FUTURE"),
-        (rollout, lease.lease_id, signed(rollout, honest, version=Version(2**63 - 1)), "VERSION_FROM_FUTURE"),
-        (rollout, lease.lease_id, signed(rollout, honest, version=Version(-1)), "ROLLOUT_MALFORMED"),
-        (rollout, LeaseId("00" * 8), rollout_message(honest), "LEASE_UNKNOWN"),
-        (rollout, LeaseId(""), rollout_message(honest), "LEASE_UNKNOWN"),
-        (rollout, other.lease_id, rollout_message(honest), "LEASE_UNKNOWN"),
-        (trainer, lease.lease_id, rollout_message(honest), "LEASE_UNKNOWN"),
-        (rollout, lease.lease_id, rollout_message(elsewhere), "LEASE_UNKNOWN"),
-        (rollout, lease.lease_id, rollout_message(far_away), "LEASE_UNKNOWN"),
-    ]
-    before = office.state()
-    for member, lease_id, message, outcome in cases:
-        assert await handed_in(member, lease_id, message) == [outcome]
-        assert office.state() == before
-    assert await rollout.outcome(lease, honest) == "ACCEPTED"
-
-
-async def test_the_same_rollout_five_times_at_once_is_accepted_once(office: Office) -> None:
-    _, rollout = await office.swarm()
-    lease = await rollout.lease(2)
-    good, other = rollout.rollout(lease.slots[0].slot), rollout.rollout(lease.slots[0].slot, (9, STOP_ID))
-    outcomes = await asyncio.gather(*(rollout.outcome(lease, good) for _ in range(5)))
-    assert sorted(outcomes) == ["ACCEPTED", *["DUPLICATE"] * 4]
-    await office.until(lambda: office.core.state.tally["scored"] == 1)
-    before = office.state()
-    assert await rollout.outcome(lease, good) == "DUPLICATE"
-    assert await rollout.outcome(lease, other) == "ROLLOUT_CONFLICT"
-    assert office.state() == before
-    assert await rollout.outcome(lease, rollout.rollout(lease.slots[1].slot)) == "ACCEPTED"
-    assert await rollout.outcome(lease, good) == "DUPLICATE"  # the lease is over by now
-
-
-async def test_a_rollout_that_comes_too_late_gives_its_slot_back(office: Office) -> None:
-    trainer, rollout = await office.swarm()
-    lease = await rollout.lease(2)
-    late = rollout.rollout(lease.slots[0].slot)
-    for _ in range(2):
-        await trainer.make_version(rollout)
-    assert await rollout.outcome(lease, late) == "VERSION_TOO_OLD"
-    again = await rollout.lease(1)
-    assert again.slots[0].slot == lease.slots[0].slot
-    assert await rollout.outcome(again, rollout.rollout(again.slots[0].slot)) == "ACCEPTED"
-
-
-async def test_a_lease_that_ran_out_takes_nothing(office: Office) -> None:
-    _, rollout = await office.swarm()
-    lease = await rollout.lease(1)
-    office.clock.offset_ms = 601_000
-    await office.until(lambda: not office.core.state.leases)
-    assert await rollout.outcome(lease, rollout.rollout(lease.slots[0].slot)) == "LEASE_UNKNOWN"
-
-
-async def test_too_many_rollouts_or_pieces_in_one_call_are_refused(office: Office) -> None:
-    _, rollout = await office.swarm()
-    lease = await rollout.lease(1)
-    good = rollout_message(rollout.rollout(lease.slots[0].slot))
-    split_up = control_pb2.Rollout(slot=good.slot, pieces=[good.pieces[0]] * 2049, finish_reason="stop")
-    for messages in ([good] * 1025, [split_up] * 2):
-        with office.refuses(UsageError, match="smaller parts"):
-            await handed_in(rollout, lease.lease_id, *messages)
-    assert await handed_in(rollout, lease.lease_id, good) == ["ACCEPTED"]
-
-
 async def test_messages_that_are_too_large_or_compressed_or_garbage_are_refused(office: Office) -> None:
     _, rollout = await office.swarm()
     lease, before = await rollout.lease(1), office.state()
@@ -532,116 +328,3 @@ async def test_a_batch_is_cut_into_messages_that_grpc_takes() -> None:
     assert 1 < len(messages) < 9
     assert max(message.ByteSize() for message in messages) < MAX_MESSAGE_BYTES // 2
     assert [len(message.samples) for message in batch_messages([])] == [0]
-
-
-# Sessions
-
-
-async def streaming(member: Member, *messages: control_pb2.SessionRequest) -> Any:
-    """A raw session that has said `messages` and nothing more."""
-    call = member.control.stub.Session()
-    for message in messages:
-        await call.write(message)
-    return call
-
-
-async def end_of(call: Any) -> HexcombError:
-    """What a session ended with."""
-    with pytest.raises(HexcombError) as caught:  # noqa: PT012 - messages before the end are read
-        async with asyncio.timeout(DEADLINE_S):
-            while await typed(call.read()) is not grpc.aio.EOF:
-                pass
-            await typed(call)
-    return caught.value
-
-
-HELLO = control_pb2.SessionRequest(hello=control_pb2.Hello(program="test"))
-
-
-async def test_a_session_begins_with_a_hello(office: Office) -> None:
-    member = await office.join()
-    await member.hello()
-    for first in (control_pb2.SessionRequest(), control_pb2.SessionRequest(heartbeat=control_pb2.Heartbeat())):
-        with office.refuses(UsageError, match="not a hello"):
-            raise await end_of(await streaming(member, first))
-    call = await streaming(member)
-    await call.done_writing()
-    assert isinstance(await end_of(call), UsageError)
-    assert member.session is not None
-    assert (member.session.link.num_connects, member.session.link.is_up) == (1, True)
-
-
-async def test_whoever_says_nothing_is_cut_off(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_service, "HELLO_DEADLINE_S", 0.2)
-    member = await office.join()
-    with office.refuses(UnreachableError, match=r"said nothing for 0\.2 s"):
-        raise await end_of(await streaming(member))
-    assert member.identity.peer_id not in office.core.soft.live
-    assert await member.hello()
-
-
-async def test_a_second_session_takes_the_place_of_the_first(office: Office) -> None:
-    member = await office.join()
-    first = await streaming(member, HELLO)
-    assert isinstance(order_of(await first.read()), Welcome)
-    second = await streaming(member, HELLO)
-    assert isinstance(order_of(await second.read()), Welcome)
-    assert "took its place" in (await end_of(first)).why
-    assert member.identity.peer_id in office.core.soft.live
-    assert office.core.soft.live[member.identity.peer_id].ended_ms is None
-    second.cancel()
-    await office.until(lambda: office.core.soft.live[member.identity.peer_id].ended_ms)
-
-
-async def test_nothing_comes_before_the_welcome(office: Office) -> None:
-    member = await office.join()
-    call = await streaming(member)
-    noise = control_pb2.SessionResponse(role_assigned=control_pb2.RoleAssigned(role="idle"))
-    office.coordinator.sessions.send([member.identity.peer_id], noise)
-    await call.write(HELLO)
-    assert isinstance(order_of(await call.read()), Welcome)
-    call.cancel()
-
-
-async def test_a_node_that_does_not_read_loses_its_stream_and_the_others_do_not(office: Office) -> None:
-    reader, sleeper = await office.join(), await office.join()
-    await reader.hello()
-    call = await streaming(sleeper, HELLO)
-    outboxes = office.coordinator.sessions._outboxes
-    await office.until(lambda: sleeper.identity.peer_id in outboxes)
-    loud = control_pb2.SessionResponse(round_aborted=control_pb2.RoundAborted(round_id="0.1", reason="x" * 65_536))
-    heard, num_said = 0, 0
-    async with asyncio.timeout(DEADLINE_S):
-        while sleeper.identity.peer_id in outboxes:
-            office.coordinator.sessions.broadcast(loud)
-            num_said += 1
-            await reader.wait_for(RoundAborted)
-            heard += 1
-    assert heard == num_said < 1000
-    await office.until(lambda: office.core.soft.live[sleeper.identity.peer_id].ended_ms)
-    call.cancel()
-    again = await streaming(sleeper, HELLO)
-    assert isinstance(order_of(await again.read()), Welcome)
-    again.cancel()
-
-
-async def test_hostile_words_in_hello_and_heartbeat_are_made_harmless(office: Office) -> None:
-    member = await office.join()
-    ugly = "<script>\x1b[2J\n" + "é" * 1_000_000
-    hello = control_pb2.Hello(program=ugly, endpoint=ugly, trainer_endpoint="h:99999", name="<script>")
-    hello.capability.decode_tokens_per_s = float("nan")
-    hello.capability.train_tokens_per_s = float("inf")
-    hello.capability.memory_bytes = -1
-    hello.capability.device = ugly
-    beat = control_pb2.Heartbeat(version=2**63 - 1, root=ugly, activity=ugly, tokens_per_s=-1.0, engine=ugly)
-    beat.versions_held.extend(range(100_000))
-    requests = [control_pb2.SessionRequest(hello=hello), control_pb2.SessionRequest(heartbeat=beat)]
-    call, peer_id = await streaming(member, *requests), member.identity.peer_id
-    live = office.core.soft.live
-    await office.until(lambda: peer_id in live and live[peer_id].presence.version >= 0)
-    presence, capability = office.core.soft.live[peer_id].presence, office.core.soft.capabilities[peer_id]
-    assert (presence.name, presence.endpoint, presence.trainer_endpoint) == ("", "", "")
-    assert presence.activity == presence.engine == capability.device == "script2J"
-    assert (capability.decode_tokens_per_s, capability.train_tokens_per_s, capability.memory_bytes) == (0.0, 0.0, 0)
-    assert (presence.tokens_per_s, len(presence.root), len(presence.versions_held)) == (0.0, 64, 16)
-    call.cancel()
