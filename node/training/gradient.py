@@ -112,38 +112,59 @@ def batch_gradient(
 def completion_logprobs(model: nn.Module, samples: Sequence[TrainSample], *, pad_id: int = 0) -> tuple[Tensor, Tensor]:
     """Log-probability of every completion token, with gradient, and the detached entropy there: two B x T, float32.
 
-    T is the longest completion; what stands behind a shorter one is finite and means nothing.
+    T is the longest completion; what stands behind a shorter one is finite and means nothing. A prompt that several
+    samples share is computed once: its keys and values serve them all, and its gradient is the sum of theirs.
     """
     device = next(model.parameters()).device
-    rows = [s.prompt_ids + s.completion_ids for s in samples]
-    ids_BL = torch.full((len(rows), max(map(len, rows))), pad_id, device=device)
-    for row, ids in enumerate(rows):
-        ids_BL[row, : len(ids)] = torch.tensor(ids, device=device)
-    longest = max(len(s.completion_ids) for s in samples)
-    first = min(len(s.prompt_ids) for s in samples) - 1
-    start_B1 = torch.tensor([[len(s.prompt_ids) - 1] for s in samples], device=device)
-    position_BT = (start_B1 + torch.arange(longest, device=device)).clamp(max=ids_BL.shape[1] - 2)
-    target_BT = ids_BL.gather(1, position_BT + 1)
+    prompts = list(dict.fromkeys(sample.prompt_ids for sample in samples))
+    row_of = {prompt: row for row, prompt in enumerate(prompts)}
+    row_B = torch.tensor([row_of[sample.prompt_ids] for sample in samples], device=device)
+    prompt_UL, seen_UL = _left_padded(prompts, pad_id, device)
+    target_BT = _right_padded([sample.completion_ids for sample in samples], pad_id, device)
 
-    output: Any = model(input_ids=ids_BL, use_cache=False, logits_to_keep=ids_BL.shape[1] - first)
-    logits_BTV = _rows_from(output.logits, position_BT - first).float()
-    logprob_BTV = torch.log_softmax(logits_BTV, dim=-1)
+    place_UL = (seen_UL.cumsum(1) - 1).clamp(min=0)
+    read: Any = model(
+        input_ids=prompt_UL, attention_mask=seen_UL, position_ids=place_UL, use_cache=True, logits_to_keep=1
+    )
+    logits_BTV = read.logits[row_B]
+    num_steps = target_BT.shape[1] - 1
+    if num_steps:
+        read.past_key_values.batch_select_indices(row_B)
+        seen_BL = torch.cat([seen_UL[row_B], seen_UL.new_ones(len(samples), num_steps)], dim=1)
+        place_BT = place_UL[row_B, -1:] + 1 + torch.arange(num_steps, device=device)
+        written: Any = model(
+            input_ids=target_BT[:, :-1],
+            attention_mask=seen_BL,
+            position_ids=place_BT,
+            past_key_values=read.past_key_values,
+            use_cache=True,
+        )
+        logits_BTV = torch.cat([logits_BTV, written.logits], dim=1)
+    logprob_BTV = torch.log_softmax(logits_BTV.float(), dim=-1)
     logprob_BT = logprob_BTV.gather(2, target_BT[:, :, None]).squeeze(2)
     with torch.no_grad():
         entropy_BT = -(logprob_BTV.exp() * logprob_BTV).sum(dim=-1)
     return logprob_BT, entropy_BT
 
 
-def _rows_from(logits_BLV: Tensor, position_BT: Tensor) -> Tensor:
-    row_B1 = torch.arange(position_BT.shape[0], device=position_BT.device)[:, None]
-    return logits_BLV[row_B1, position_BT]
+def _left_padded(rows: Sequence[tuple[int, ...]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids, and ones where they are real: both U x L, the last position real in every row."""
+    width = max(map(len, rows))
+    ids_UL = torch.tensor([[*[pad_id] * (width - len(row)), *row] for row in rows], device=device)
+    seen_UL = torch.tensor([[*[0] * (width - len(row)), *[1] * len(row)] for row in rows], device=device)
+    return ids_UL, seen_UL
+
+
+def _right_padded(rows: Sequence[tuple[int, ...]], pad_id: int, device: torch.device) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in rows], device=device)
 
 
 def _micro_batches(samples: Sequence[TrainSample], limit: int) -> Iterator[list[TrainSample]]:
-    """Groups of samples of like length whose padded size stays under `limit` positions."""
+    """Groups of samples of like length, those of one prompt side by side, whose padded size stays under `limit`."""
     batch: list[TrainSample] = []
     longest = 0
-    for sample in sorted(samples, key=_length):
+    for sample in sorted(samples, key=lambda s: (len(s.prompt_ids), s.prompt_ids, len(s.completion_ids))):
         longest = max(longest, _length(sample))
         if batch and (len(batch) + 1) * longest > limit:
             yield batch
