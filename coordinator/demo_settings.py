@@ -8,6 +8,7 @@ import asyncio
 import shutil
 import tempfile
 from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 
 import platformdirs
@@ -17,9 +18,11 @@ from coordinator.demo import DemoPlan, run_demo
 from coordinator.demo_view import View
 from protocol.errors import UsageError
 
-NUM_VERSIONS = 150
+NUM_VERSIONS = 250
 DEADLINE_S, CHAOS_DEADLINE_S = 480.0, 720.0
 EVALUATE_EVERY = 10
+BASE_RECIPE = 1
+"""Raised when `hexcomb base create --tiny` makes another model than before, so that a cached one is not used."""
 CHAOS = ((30, "rollout-2"), (50, "trainer-2"), (70, "coordinator"))
 
 TASKS = {
@@ -40,12 +43,13 @@ params = {{ {params} }}
 max_new_tokens = 6
 
 [batch]
-groups = 32
-group_size = 8
+groups = 64
+group_size = 16
 max_lag = 2
 
 [optimizer]
-lr = 1e-4
+lr = 2e-4
+warmup_versions = 5
 max_grad_norm = 0.5
 
 [nodes]
@@ -131,5 +135,5 @@ def make_plan(*, num_nodes: int, engine: str, task: str, chaos: bool, num_versio
 
 def _base_folder(task: str) -> Path:
     """Where the warmed-up base of these settings is kept from one demo to the next."""
-    key = sha256(repr((task, TASKS.get(task))).encode()).hexdigest()[:12]
+    key = sha256(repr((metadata.version("hexcomb"), BASE_RECIPE, task, TASKS.get(task))).encode()).hexdigest()[:12]
     return platformdirs.user_cache_path("hexcomb") / f"demo-base-{key}"

@@ -23,10 +23,11 @@ from coordinator import grading
 from protocol.child_serve import Emit, serve
 from protocol.errors import EngineError
 from protocol.ids import TaskKey
-from protocol.tasks import Environment, make_environment, regenerate
+from protocol.tasks import Environment, Task, make_environment, regenerate
 from protocol.tokens import Tokenizer, load_tokenizer
 
 SCORE_LIMIT_S = 5.0
+MAX_KEPT_TASKS = 4096
 MEMORY_BYTES = 4 << 30
 MAX_WRITTEN_BYTES = 32 << 20
 """For each file, the log among them, which is set aside well below that."""
@@ -46,6 +47,7 @@ class Grader:
     def __init__(self) -> None:
         self._environment: Environment | None = None
         self._tokenizer: Tokenizer | None = None
+        self._tasks: dict[TaskKey, Task] = {}
 
     async def handle(self, request: msgspec.Struct, emit: Emit) -> msgspec.Struct:
         """One request; grading is short and must run in the main thread, where its alarm works."""
@@ -70,14 +72,23 @@ class Grader:
 
     def _prompts(self, keys: list[TaskKey]) -> grading.Prompts:
         environment, tokenizer = self._opened()
-        ids = tuple(environment.prompt_ids(regenerate(environment, key), tokenizer) for key in keys)
+        ids = tuple(environment.prompt_ids(self._task(key), tokenizer) for key in keys)
         return grading.Prompts(tuple((key.environment, key.seed, key.index) for key in keys), ids)
+
+    def _task(self, key: TaskKey) -> Task:
+        """The task, kept for the other samples of its group."""
+        environment, _ = self._opened()
+        if key not in self._tasks:
+            if len(self._tasks) >= MAX_KEPT_TASKS:
+                self._tasks.clear()
+            self._tasks[key] = regenerate(environment, key)
+        return self._tasks[key]
 
     def _score(self, key: TaskKey, completion_ids: tuple[int, ...]) -> float | None:
         environment, tokenizer = self._opened()
         signal.setitimer(signal.ITIMER_REAL, SCORE_LIMIT_S)
         try:
-            return environment.score(regenerate(environment, key), tokenizer.decode(completion_ids))
+            return environment.score(self._task(key), tokenizer.decode(completion_ids))
         except (TooSlow, SystemExit, Exception):
             traceback.print_exc()
             return None

@@ -14,6 +14,10 @@ from protocol.ids import Version
 MAX_OUTSTANDING = 8
 
 
+LEASE_S = 1.0
+MIN_LEASE_SLOTS, MAX_LEASE_SLOTS = 4, 256
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutView:
     """What a rollout node sees. Times in seconds on one monotonic clock; None = not known or not there.
@@ -111,6 +115,17 @@ def _load(view: RolloutView) -> Action | None:
     if not view.interrupt and view.num_outstanding:
         return None
     return LoadVersion(view.version_ready)
+
+
+def next_lease_slots(granted: int, *, took_s: float, asked: int) -> int:
+    """How many slots to ask for next: a lease should take about `LEASE_S`, so that a fast engine's batches are full and a
+    slow one gives little back when it fails. Doubles or halves; a grant smaller than what was asked says nothing of the
+    engine's limit upwards."""
+    if took_s > 2 * LEASE_S:
+        return max(MIN_LEASE_SLOTS, asked // 2)
+    if took_s < LEASE_S / 2 and granted >= asked:
+        return min(MAX_LEASE_SLOTS, asked * 2)
+    return asked
 
 
 def _fetch(view: RolloutView) -> Action | None:

@@ -15,14 +15,14 @@ from node.backoff import backoff_s
 from node.compute.messages import Done, Load, SlotFilled, Started, StartRollout
 from node.context import Node
 from node.leases import LeaseWork
-from node.planner import AskForWork, FetchVersion, LoadVersion, RolloutView, Wait, next_action
+from node.planner import AskForWork, FetchVersion, LoadVersion, RolloutView, Wait, next_action, next_lease_slots
 from protocol.child import ChildProcess
 from protocol.errors import EngineError, HexcombError, NoWorkError, RootMismatchError
 from protocol.ids import Digest, LeaseId, Version
 
 START_DEADLINE_S = 600.0
 LOAD_DEADLINE_S = 300.0
-NUM_SLOTS = 32
+FIRST_LEASE_SLOTS = 32
 MAX_NO_WORK_S = 2.0
 
 log = structlog.get_logger("rollouts")
@@ -40,6 +40,7 @@ class RolloutWork:
         self._loading: Version | None = None
         self._failed_until_s = self._no_work_until_s = 0.0
         self._num_fetch_failures = self._num_no_work = 0
+        self._lease_slots = FIRST_LEASE_SLOTS
         self._service_s: float | None = None
 
     async def run(self) -> None:
@@ -126,7 +127,7 @@ class RolloutWork:
             version_ready=node.versions.ready,
             version_loaded=loaded[0] if loaded else None,
             num_outstanding=len(self._leases),
-            num_slots=NUM_SLOTS,
+            num_slots=self._lease_slots,
             is_asking=self._is_asking,
             fetching=self._fetching,
             loading=self._loading,
@@ -205,6 +206,7 @@ class RolloutWork:
             await work.run()
             took_s = time.monotonic() - started_s
             self._service_s = took_s if self._service_s is None else 0.7 * self._service_s + 0.3 * took_s
+            self._lease_slots = next_lease_slots(len(work.lease.slots), took_s=took_s, asked=self._lease_slots)
             log.info("lease done", lease=work.lease.lease_id, num_taken=work.num_taken, took_s=round(took_s, 2))
         finally:
             self._leases.pop(work.lease.lease_id, None)

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from coordinator.grader import Grader, Pair
-from node.orders import EvaluationRequested
+from node.orders import EvaluationRequested, RoleAssigned
 from protocol.errors import EngineError, NotEnrolledError, RolloutMalformedError, UsageError, WorkRefusedError
 from protocol.ids import TaskKey, Version
 from protocol.tasks import make_environment, regenerate
@@ -98,13 +99,31 @@ async def test_an_answer_to_other_questions_is_refused(office: Office, base: Pat
     assert accuracy(office) == 1.0
 
 
-async def test_a_trainer_that_was_asked_first_may_answer_after_the_second(office: Office, base: Path) -> None:
-    trainer, _, order = await asked(office)
-    office.clock.offset_ms = 31_000
-    again = await trainer.wait_for(EvaluationRequested)
-    assert again == order
-    await answer(trainer, order, answers(base, order.tasks))
-    assert accuracy(office) == 1.0
+async def test_a_trainer_that_was_asked_first_may_answer_after_the_second(
+    grader: Grader, base: Path, make_home: Callable[[], Path]
+) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "evaluation": {"every": 1, "tasks": NUM_TASKS},
+        "nodes": {"trainers": 2, "expected": 3},
+        "limits": {"heartbeat_s": 30.0},
+    }
+    async with serving(grader, base, make_home, **changes) as office:
+        rollout, *trainers = [await office.join(role=role) for role in ("rollout", "trainer", "trainer")]
+        for member in (rollout, *trainers):
+            await member.hello()
+        for trainer in trainers:
+            while (await trainer.wait_for(RoleAssigned)).role != "trainer":
+                pass
+            trainer.load(*office.head)
+        first = await office.until(lambda: office.core.soft.asked)
+        trainers.sort(key=lambda trainer: trainer.identity.peer_id != first.peer_id)
+        order = await trainers[0].wait_for(EvaluationRequested)
+        live = office.core.soft.live
+        await office.until(lambda: all(live[each.identity.peer_id].presence.version == 0 for each in trainers))
+        office.clock.offset_ms = 31_000
+        assert await trainers[1].wait_for(EvaluationRequested) == order
+        await answer(trainers[0], order, answers(base, order.tasks))
+        assert accuracy(office) == 1.0
 
 
 async def test_what_the_grader_could_not_score_is_left_out(

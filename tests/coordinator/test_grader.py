@@ -53,7 +53,8 @@ def toy_on(folder: Path, *, worker: str = "tests.coordinator.toy_grader") -> Toy
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def toy(make_home: Callable[[], Path]) -> AsyncIterator[ToyGrader]:
+async def toy(make_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ToyGrader]:
+    monkeypatch.setattr(grader_module, "STOP_DEADLINE_S", 0.2)
     async with toy_on(make_home()) as running:
         yield running
 
@@ -104,22 +105,19 @@ async def test_a_task_of_another_environment_is_refused_and_the_child_lives(grad
     assert grader._child is before
 
 
-@pytest.mark.parametrize(
-    ("spec", "folder", "kind"),
-    [
-        (EnvironmentSpec("no_such_environment"), None, UsageError),
-        (EnvironmentSpec("chain_sum", {"min_terms": -1}), None, UsageError),
-        (SUMS, "nowhere", ModelMissingError),
-    ],
-)
 async def test_a_grader_that_cannot_open_says_why_and_leaves_no_child(
-    base: Path, make_home: Callable[[], Path], spec: EnvironmentSpec, folder: str | None, kind: type[HexcombError]
+    base: Path, make_home: Callable[[], Path]
 ) -> None:
+    cases: list[tuple[EnvironmentSpec, Path, type[HexcombError]]] = [
+        (EnvironmentSpec("no_such_environment"), base, UsageError),
+        (EnvironmentSpec("chain_sum", {"min_terms": -1}), base, UsageError),
+        (SUMS, base / "nowhere", ModelMissingError),
+    ]
     run_dir = make_home()
-    grader = Grader(spec, model_dir=base / folder if folder else base, run_dir=run_dir, log_path=run_dir / "log")
-    with pytest.raises(kind):
-        await grader.__aenter__()
-    assert grader._child is None
+    graders = [Grader(spec, model_dir=path, run_dir=run_dir, log_path=run_dir / "log") for spec, path, _ in cases]
+    errors = await asyncio.gather(*(grader.__aenter__() for grader in graders), return_exceptions=True)
+    assert [type(error) for error in errors] == [kind for _, _, kind in cases]
+    assert [grader._child for grader in graders] == [None] * 3
 
 
 # Faults

@@ -13,6 +13,7 @@ from node.planner import (
     RolloutView,
     Wait,
     next_action,
+    next_lease_slots,
     wanted_outstanding,
 )
 from protocol.ids import Version
@@ -51,6 +52,15 @@ BUSY = replace(READY, num_outstanding=2)
 )
 def test_next_action(view: RolloutView, action: Action) -> None:
     assert next_action(view) == action
+
+
+def test_leases_grow_while_they_are_short_and_shrink_when_they_are_long() -> None:
+    assert next_lease_slots(32, took_s=0.1, asked=32) == 64
+    assert next_lease_slots(32, took_s=1.0, asked=32) == 32
+    assert next_lease_slots(32, took_s=30.0, asked=32) == 16
+    assert next_lease_slots(8, took_s=0.1, asked=32) == 32  # the coordinator had no more
+    assert next_lease_slots(256, took_s=0.1, asked=256) == 256
+    assert next_lease_slots(4, took_s=30.0, asked=4) == 4
 
 
 def test_failed_fetch_is_held_back_while_work_goes_on() -> None:
