@@ -119,8 +119,8 @@ def _load(view: RolloutView) -> Action | None:
 
 def next_lease_slots(granted: int, *, took_s: float, asked: int) -> int:
     """How many slots to ask for next: a lease should take about `LEASE_S`, so that a fast engine fills its batches and
-    a slow one gives little back when it fails. Doubles or halves; a grant smaller than what was asked says nothing of the
-    engine's limit upwards."""
+    a slow one gives little back when it fails. Doubles or halves; a grant smaller than what was asked says nothing of
+    the engine's limit upwards."""
     if took_s > 2 * LEASE_S:
         return max(MIN_LEASE_SLOTS, asked // 2)
     if took_s < LEASE_S / 2 and granted >= asked:
