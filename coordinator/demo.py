@@ -1,15 +1,13 @@
 """`hexcomb-coordinator demo`: a whole swarm as separate processes on loopback, watched until it has learned.
 
 Every process is started by the command line that a person would type, in a home of its own, and joins by invite; the
-demo itself reads nothing but the status endpoint. Invariant: whatever happens, no process outlives the demo. The
+demo itself reads nothing but the status endpoint. Invariant: no process outlives the demo, however that ends. The
 verdict is the held-out accuracy alone: it must have doubled and reached `TARGET_ACCURACY`.
 """
 
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,11 +17,13 @@ from typing import Any, TextIO
 
 from coordinator.demo_view import View
 from coordinator.page_client import http_get
+from protocol.child_session import ProcessGroup
 from protocol.errors import EngineError, HexcombError, UnreachableError
 
 TARGET_ACCURACY = 0.8
 """The demo ends before its last version when two evaluations in a row reach it; the last one is the verdict's."""
 START_DEADLINE_S = 180.0
+STOP_DEADLINE_S = 12.0
 POLL_S = 1.0
 
 Status = dict[str, Any]
@@ -51,12 +51,14 @@ class Member:
     command: tuple[str, ...]
     log_path: Path
     process: asyncio.subprocess.Process
+    group: ProcessGroup
     log: TextIO
 
-    def kill(self) -> None:
-        """Ends the process and its children at once, as a power cut would."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+    async def kill(self) -> None:
+        """Ends the process at once, as a power cut would, and waits until it is gone."""
+        await self.group.close()
+        await self.process.wait()
+        self.log.close()
 
 
 @dataclass(slots=True)
@@ -76,7 +78,8 @@ class Swarm:
         assert process.stdin is not None
         process.stdin.write(stdin.encode())
         process.stdin.close()
-        member = self.members[name] = Member(name, tuple(command), log_path, process, log)
+        group = await ProcessGroup.around(process)
+        member = self.members[name] = Member(name, tuple(command), log_path, process, group, log)
         return member
 
     def check(self) -> None:
@@ -91,15 +94,15 @@ class Swarm:
 
     async def stop(self) -> None:
         """SIGTERM to all, nodes before the coordinator, then SIGKILL to what is left."""
-        for member in reversed(self.members.values()):
-            with contextlib.suppress(ProcessLookupError):
-                member.process.terminate()
+        nodes = [member for member in self.members.values() if member.name != "coordinator"]
+        for members in (nodes, [member for member in self.members.values() if member not in nodes]):
+            for member in members:
+                with contextlib.suppress(ProcessLookupError):
+                    member.process.terminate()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(8):
-                    await member.process.wait()
-            member.kill()
-            await member.process.wait()
-            member.log.close()
+                async with asyncio.timeout(STOP_DEADLINE_S):
+                    await asyncio.gather(*(member.process.wait() for member in members))
+            await asyncio.gather(*(member.kill() for member in members))
 
 
 def program(name: str) -> str:
@@ -185,13 +188,10 @@ async def _watch(plan: DemoPlan, swarm: Swarm, *, page: str, view: View, ends_at
 async def _break(swarm: Swarm, name: str, view: View) -> None:
     """kill -9; a coordinator is started again by the same command."""
     member = swarm.members.pop(name)
-    member.kill()
-    await member.process.wait()
-    member.log.close()
+    await member.kill()
     view.say(f"killed {name} with SIGKILL")
     if name == "coordinator":
         await swarm.start(name, member.command)
-        swarm.members = {name: swarm.members.pop(name), **swarm.members}
         view.say("started the coordinator again")
 
 

@@ -1,15 +1,18 @@
 """What the demo runs: its run file, its base model, where both are kept, and when chaos strikes. Impure: folders.
 
 The settings were found by trying: a model of about a million parameters that has had a short supervised warm-up learns
-one-digit sums by reinforcement within some 150 versions.
+one-digit sums by reinforcement within some 100 to 200 versions.
 """
 
 import asyncio
 import shutil
+import signal
 import tempfile
+from collections.abc import Coroutine
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 from rich.console import Console
@@ -23,7 +26,7 @@ DEADLINE_S, CHAOS_DEADLINE_S = 480.0, 720.0
 EVALUATE_EVERY = 10
 BASE_RECIPE = 1
 """Raised when `hexcomb base create --tiny` makes another model than before, so that a cached one is not used."""
-CHAOS = ((30, "rollout-2"), (50, "trainer-2"), (70, "coordinator"))
+CHAOS = ((15, "rollout-2"), (30, "trainer-2"), (45, "coordinator"))
 
 TASKS = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -86,13 +89,28 @@ def start_demo(
     learned = False
     try:
         with View(Console()) as view:
-            learned = asyncio.run(run_demo(plan, folder=folder, base=base, view=view))
+            learned = asyncio.run(_until_signalled(run_demo(plan, folder=folder, base=base, view=view)))
     finally:
         if learned and keep is None:
             shutil.rmtree(folder)
         elif not learned:
             Console().print(f"the logs are in {folder}")
     return learned
+
+
+async def _until_signalled(demo: Coroutine[Any, Any, bool]) -> bool:
+    """The demo's verdict; SIGINT and SIGTERM stop the swarm first, however often they come."""
+    signalled = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, signalled.set)
+    running, waiting = asyncio.ensure_future(demo), asyncio.ensure_future(signalled.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    running.cancel()
+    try:
+        return await running
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def make_plan(*, num_nodes: int, engine: str, task: str, chaos: bool, num_versions: int | None, base: Path) -> DemoPlan:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 MARK = "HEXCOMB_TEST_RUN"
 GRACE_S = 5.0
@@ -26,6 +27,9 @@ os.environ["HEXCOMB_HOME"] = "/nonexistent/no-test-may-use-the-default-home"
 from node.torch_guard import block_broken_extras  # noqa: E402 - after the environment
 
 block_broken_extras()
+
+settings.register_profile("shared-machine", deadline=None)  # an example may wait for a core
+settings.load_profile("shared-machine")
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ def _commit(
             metrics=metrics,
             groups=groups,
             keep_from=keep_from,
-            evaluate=every > 0 and body.version % every == 0,
+            evaluate=every > 0 and (body.version % every == 0 or body.version == turn.rules.stop_version),
         )
     )
     turn.ask(AnnounceVersion(body.version, body))
