@@ -8,6 +8,7 @@ verdict is the held-out accuracy alone: it must have doubled and reached `TARGET
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -138,11 +139,14 @@ async def run_demo(plan: DemoPlan, *, folder: Path, base: Path, view: View) -> b
 
 async def _make_base(plan: DemoPlan, base: Path, view: View) -> None:
     view.say("making the base model and warming it up (once; it is cached)")
-    command = (program("hexcomb"), "base", "create", str(base), *plan.base_args)
+    making = base.with_name(base.name + ".making")  # a demo that was stopped here leaves no half base behind
+    shutil.rmtree(making, ignore_errors=True)
+    command = (program("hexcomb"), "base", "create", str(making), *plan.base_args)
     process = await asyncio.create_subprocess_exec(*command)
     async with asyncio.timeout(START_DEADLINE_S):
         if await process.wait() != 0:
             raise EngineError("the base model could not be made", why=f"`{' '.join(command)}` failed")
+    making.replace(base)
 
 
 async def _start_nodes(plan: DemoPlan, swarm: Swarm, *, base: Path) -> None:

@@ -10,7 +10,8 @@ class Rules:
     """`spec` is what nodes see too. `num_trainers` and `num_rollouts` pin counts of roles (None = decide from measured
     rates); the first version waits for `num_trainers`. Roles are first given when `expected_nodes` have told their
     capability, or `settle_s` after the last newcomer. `max_concurrent` bounds running groups. Held-out accuracy is
-    asked for at each multiple of `evaluate_every` and at the last version (0 = never). No round starts from `stop_version`."""
+    asked for at each multiple of `evaluate_every` and at the last version (0 = never). No round starts from
+    `stop_version`."""
 
     spec: RunSpec
     num_trainers: int | None = None
