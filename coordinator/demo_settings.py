@@ -48,7 +48,7 @@ max_new_tokens = 6
 [batch]
 groups = 64
 group_size = 16
-max_lag = 2
+max_lag = 1
 
 [optimizer]
 lr = 2e-4
