@@ -108,7 +108,7 @@ def status(
 def demo(
     nodes: Annotated[int, typer.Option(min=2, max=16, help="How many nodes; half of them train, at most two.")] = 4,
     engine: Annotated[str, typer.Option(help="mixed, vllm or transformers.")] = "mixed",
-    task: Annotated[str, typer.Option(help="A reasoning-gym environment that the demo knows.")] = "chain_sum",
+    task: Annotated[str, typer.Option(help="A reasoning-gym environment; chain_sum is tuned.")] = "chain_sum",
     chaos: Annotated[bool, typer.Option(help="Kill a rollout node, a trainer and the coordinator on the way.")] = False,
     versions: Annotated[int | None, typer.Option(min=1, help="Stop after so many versions.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Work in this folder and leave it there.")] = None,

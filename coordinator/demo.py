@@ -177,7 +177,7 @@ async def _watch(plan: DemoPlan, swarm: Swarm, *, page: str, view: View, ends_at
             view.show(status, page=page)
             if due and status["version"] >= due[0][0]:
                 await _break(swarm, due.pop(0)[1], view)
-        if status and not due and _is_over(plan, status):
+        if status and not due and is_over(plan, status):
             return status
         await asyncio.sleep(POLL_S)
     if status and status["evaluations"] and not due:
@@ -199,7 +199,7 @@ async def _break(swarm: Swarm, name: str, view: View) -> None:
         view.say("started the coordinator again")
 
 
-def _is_over(plan: DemoPlan, status: Status) -> bool:
+def is_over(plan: DemoPlan, status: Status) -> bool:
     """Whether the last version is evaluated, or the last two evaluations are both good enough."""
     evaluations = status["evaluations"]
     if evaluations and evaluations[-1]["version"] >= plan.stop_version:

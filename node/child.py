@@ -1,1 +1,0 @@
-from protocol.child import *  # noqa: F403
