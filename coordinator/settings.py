@@ -62,6 +62,8 @@ class OptimizerSection(Section):
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(0.5, gt=0)
     warmup_versions: int = Field(0, ge=0)
+    decay_versions: int = Field(0, ge=0)
+    final_share: float = Field(0.1, ge=0, le=1)
 
 
 class NodesSection(Section):

@@ -37,7 +37,8 @@ class SamplingContract:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """AdamW over the averaged gradient, clipped by its global norm; `warmup_versions` steps of linear warm-up."""
+    """AdamW over the averaged gradient, clipped by its global norm; `warmup_versions` steps of linear warm-up, and
+    linear decay of the rate to `final_share` of it at `decay_versions` (0 = none)."""
 
     lr: float
     beta1: float = 0.9
@@ -46,6 +47,8 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     max_grad_norm: float = 0.5
     warmup_versions: int = 0
+    decay_versions: int = 0
+    final_share: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)

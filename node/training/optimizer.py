@@ -70,8 +70,11 @@ def bytes_of(vector: Vector) -> memoryview:
 
 
 def learning_rate(spec: OptimizerSpec, *, step: int) -> float:
-    """The rate of the step that makes version `step`: linear warm-up over `warmup_versions`, then constant."""
-    return spec.lr * min(1.0, step / spec.warmup_versions) if spec.warmup_versions > 0 else spec.lr
+    """The rate of the step that makes version `step`: linear warm-up over `warmup_versions`; linear decay, if there is
+    one, to `final_share` of the rate at `decay_versions`, and constant after that."""
+    warm = min(1.0, step / spec.warmup_versions) if spec.warmup_versions > 0 else 1.0
+    gone = min(1.0, step / spec.decay_versions) if spec.decay_versions > 0 else 0.0
+    return spec.lr * warm * (1.0 - gone * (1.0 - spec.final_share))
 
 
 def clip_coefficient(norm: float, *, max_norm: float) -> float:

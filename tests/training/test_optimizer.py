@@ -83,3 +83,8 @@ def test_warm_up_is_linear_by_version() -> None:
     spec = OptimizerSpec(lr=1.0, warmup_versions=4)
     assert [learning_rate(spec, step=step) for step in (1, 2, 4, 5)] == [0.25, 0.5, 1.0, 1.0]
     assert learning_rate(OptimizerSpec(lr=1.0), step=1) == 1.0
+
+
+def test_rate_decays_to_its_final_share_and_stays_there() -> None:
+    spec = OptimizerSpec(lr=1.0, decay_versions=10, final_share=0.2)
+    assert [learning_rate(spec, step=step) for step in (5, 10, 11)] == pytest.approx([0.6, 0.2, 0.2])
