@@ -31,7 +31,7 @@ class View:
 
     def say(self, sentence: str) -> None:
         """One line that stays."""
-        self._console.print(sentence, highlight=False, markup=False)
+        self._console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, status: Status, *, page: str) -> None:
         """The swarm now: the whole table on a terminal, else a line every ten seconds in which something moved."""
