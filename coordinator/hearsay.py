@@ -66,8 +66,11 @@ def capability_of(hello: control_pb2.Hello) -> Capability | None:
     )
 
 
-def capability_in(record: Record) -> Capability:
-    """What a record of the directory says that its node can do; one with an endpoint counts as reachable."""
+def capability_in(record: Record) -> Capability | None:
+    """What a record of the directory says that its node can do, once it has measured itself; one with an endpoint counts
+    as reachable."""
+    if record.decode_tokens_per_s <= 0 and record.train_tokens_per_s <= 0:
+        return None
     return Capability(
         decode_tokens_per_s=record.decode_tokens_per_s,
         train_tokens_per_s=record.train_tokens_per_s,

@@ -37,7 +37,7 @@ from coordinator.settings import RunFile
 from protocol.certificates import self_issued_leaf
 from protocol.directory.client import Directory
 from protocol.directory.messages import Start
-from protocol.errors import HexcombError, ModelMissingError, PortInUseError, UsageError
+from protocol.errors import HexcombError, ModelMissingError, NotEnrolledError, PortInUseError, UsageError
 from protocol.grpc_options import JOIN_SERVER_OPTIONS, SERVER_OPTIONS
 from protocol.ids import Digest, InviteId, Version
 from protocol.invite import Invite, encode_invite, stored_secret
@@ -252,9 +252,11 @@ class Coordinator:
     async def _read_directory(self, directory: Directory) -> None:
         while True:
             for opened in await directory.list_records():
-                event = CapabilityLearned(opened.record.peer_id, capability_in(opened.record))
-                with contextlib.suppress(HexcombError):  # a record of a node that was enrolled elsewhere
-                    await self.authority.submit(event)
+                capability = capability_in(opened.record)
+                if capability is None:
+                    continue
+                with contextlib.suppress(NotEnrolledError):  # stamped before this journal was begun
+                    await self.authority.submit(CapabilityLearned(opened.record.peer_id, capability))
             await asyncio.sleep(DIRECTORY_POLL_S)
 
     async def _create_invite(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 import math
 import re
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.core.events import Capability, Presence
-from coordinator.hearsay import MAX_METRICS, MAX_RATE, capability_of, metrics_of, presence_of, printable
+from coordinator.hearsay import MAX_METRICS, MAX_RATE, capability_in, capability_of, metrics_of, presence_of, printable
+from protocol.ids import PeerId
+from protocol.record import Record
 from protocol.v1 import common_pb2, control_pb2
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -109,3 +112,32 @@ def test_text_for_people_is_one_line_of_printable_characters(text: str) -> None:
 def test_printable_keeps_words_and_drops_what_moves_the_cursor() -> None:
     assert printable("größe: 3 von 4", 50) == "größe: 3 von 4"
     assert printable("a\x1b[2Jb\r\nc\0d\u202ee\u2028f", 50) == "a[2Jbcdef"
+
+
+def a_record(**changes: Any) -> Record:
+    known: dict[str, Any] = {
+        "peer_id": PeerId("peer"),
+        "role": "idle",
+        "device": "cpu",
+        "decode_tokens_per_s": 0.0,
+        "train_tokens_per_s": 0.0,
+        "memory_bytes": 0,
+        "link_mbit_per_s": 0.0,
+        "rtt_ms": 0.0,
+        "endpoint": "",
+        "trainer_endpoint": "",
+        "versions": (),
+        "issued_ms": 0,
+        "expires_ms": 1,
+        "stamp": b"",
+    }
+    return Record(**{**known, **changes})
+
+
+def test_record_of_a_node_that_has_not_measured_itself_says_nothing_of_its_rates() -> None:
+    """Else roles would be given out before anybody knows who is fast."""
+    assert capability_in(a_record()) is None
+    measured = capability_in(a_record(train_tokens_per_s=5.0, endpoint="192.0.2.1:7"))
+    assert measured is not None
+    assert (measured.train_tokens_per_s, measured.reachable) == (5.0, True)
+    assert capability_in(a_record(decode_tokens_per_s=5.0)) == Capability(5.0, 0.0, 0, "cpu", reachable=False)
