@@ -67,8 +67,8 @@ def capability_of(hello: control_pb2.Hello) -> Capability | None:
 
 
 def capability_in(record: Record) -> Capability | None:
-    """What a record of the directory says that its node can do, once it has measured itself; one with an endpoint counts
-    as reachable."""
+    """What a record of the directory says that its node can do, once it has measured itself; one with an endpoint
+    counts as reachable."""
     if record.decode_tokens_per_s <= 0 and record.train_tokens_per_s <= 0:
         return None
     return Capability(
