@@ -117,6 +117,8 @@ class Session:
             message = control_pb2.SessionRequest(heartbeat=self._heartbeat())
             await _within(WRITE_DEADLINE_S, call.write(message))
             self.link.num_heartbeats += 1
+            if self.link.num_heartbeats == 1:
+                log.info("first heartbeat", version=message.heartbeat.version, activity=message.heartbeat.activity)
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._hurry.wait()
