@@ -56,8 +56,8 @@ max_lag = 1
 [optimizer]
 lr = 2e-4
 warmup_versions = 5
-decay_versions = 200
-final_share = 0.2
+decay_versions = 240
+final_share = 0.4
 max_grad_norm = 0.5
 
 [nodes]
