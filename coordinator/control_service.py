@@ -5,7 +5,9 @@ anything; leases, versions and order are the core's. A call that is refused chan
 """
 
 import asyncio
+import contextlib
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from coordinator.hearsay import capability_of, metrics_of, presence_of, printabl
 from coordinator.home import CoordinatorHome
 from coordinator.join_service import Registrar, counted
 from coordinator.sessions import Outbox, Sessions
-from protocol.errors import HexcombError, JournalError, NotEnrolledError, UnreachableError, UsageError
+from protocol.errors import HexcombError, JournalError, NotEnrolledError, NoWorkError, UnreachableError, UsageError
 from protocol.grpc_errors import abort_with
 from protocol.ids import Digest, LeaseId, PeerId, RoundId, SlotKey, Version
 from protocol.manifest import Body
@@ -47,6 +49,7 @@ HELLO_DEADLINE_S = 15.0
 MAX_SLOTS_A_LEASE = 1024
 MAX_ROLLOUTS_A_CALL = 1024
 MAX_PIECES_A_CALL = 4096
+MAX_CALLS_WAITING = 8
 """Each costs a check of a signature: so many take about a second."""
 
 MAX_BATCH_MESSAGE_BYTES = 4 << 20
@@ -77,6 +80,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     def __init__(self, office: Office) -> None:
         self._office = office
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="signatures")
+        self._turns: dict[PeerId, asyncio.Lock] = {}
+        self._waiting: Counter[PeerId] = Counter()
 
     async def Session(  # type: ignore[override]  # it writes by itself, so that a write can be given up
         self, request_iterator: AsyncIterator[control_pb2.SessionRequest], context: Context
@@ -163,11 +168,25 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             with counted(self._office.authority):
                 _check_size(request)
             loop, lease_id = asyncio.get_running_loop(), LeaseId(request.lease_id)
-            checked = await loop.run_in_executor(self._checker, lambda: [self._check(m) for m in request.rollouts])
+            async with self._turn_of(peer_id):
+                checked = await loop.run_in_executor(self._checker, lambda: [self._check(m) for m in request.rollouts])
             takes = (self._take(peer_id, lease_id, *pair) for pair in zip(request.rollouts, checked, strict=True))
             return control_pb2.SubmitRolloutsResponse(receipts=await asyncio.gather(*takes))
 
         return await self._serve(context, answer)
+
+    @contextlib.asynccontextmanager
+    async def _turn_of(self, peer_id: PeerId) -> AsyncIterator[None]:
+        """One call of a node at a time has its signatures checked, so that a flood from one holds up nobody else.
+        Raises `NoWorkError` when too many of its calls wait."""
+        if self._waiting[peer_id] >= MAX_CALLS_WAITING:
+            raise NoWorkError("the rollouts were not taken", why="too many calls of this node wait already")
+        self._waiting[peer_id] += 1
+        try:
+            async with self._turns.setdefault(peer_id, asyncio.Lock()):
+                yield
+        finally:
+            self._waiting[peer_id] -= 1
 
     async def _take(
         self, peer_id: PeerId, lease_id: LeaseId, message: control_pb2.Rollout, checked: Rollout | HexcombError

@@ -134,7 +134,13 @@ async def run_demo(plan: DemoPlan, *, folder: Path, base: Path, view: View) -> b
         final = await _watch(plan, swarm, page=page, view=view, ends_at=started + plan.deadline_s)
     finally:
         await swarm.stop()
-    return view.verdict(final, target=TARGET_ACCURACY, seconds=time.monotonic() - started, chaos=bool(plan.chaos))
+    return view.verdict(
+        final,
+        engines_wanted=plan.rollout_engines,
+        target=TARGET_ACCURACY,
+        seconds=time.monotonic() - started,
+        chaos=bool(plan.chaos),
+    )
 
 
 async def _make_base(plan: DemoPlan, base: Path, view: View) -> None:

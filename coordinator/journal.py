@@ -22,6 +22,8 @@ from protocol.ids import RunId, SlotKey, Version
 from protocol.manifest import SignedManifest
 
 SCHEMA = 1
+KEPT_MANIFESTS = 1000
+"""Versions before the oldest that may still be needed whose manifests stay readable."""
 SNAPSHOT_EVERY = 2000
 
 _TABLES = """
@@ -101,6 +103,7 @@ class Journal:
             if isinstance(fact, VersionCommitted):
                 self._retire(fact.groups, fact.version)
                 self._db.execute("DELETE FROM rollout WHERE retired_at < ?", (fact.keep_from,))
+                self._db.execute("DELETE FROM manifest WHERE version < ?", (fact.keep_from - KEPT_MANIFESTS,))
 
     def _retire(self, tasks: tuple[int, ...], version: Version) -> None:
         rows = [(version, task) for task in tasks]

@@ -6,6 +6,7 @@ means zeros.
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -16,26 +17,27 @@ from node.context import Node
 from protocol.certificates import anchor_pem
 from protocol.child import ChildProcess
 from protocol.errors import HexcombError, UnreachableError
-from protocol.ids import Digest, PeerId
+from protocol.ids import Digest, PeerId, Version
 from protocol.manifest import Body
+from protocol.round import Member
 
 FETCH_DEADLINE_S = 600.0
-KEEP_DEADLINE_S = 60.0
 
 log = structlog.get_logger("optimizer")
 
 
-async def bring_optimizer_state(node: Node, child: ChildProcess, body: Body) -> str:
-    """The path of a file with the moments after the body's version; "" where that is zeros.
+async def bring_optimizer_state(node: Node, child: ChildProcess, body: Body, *, members: Sequence[Member]) -> str:
+    """The path of a file with the moments after the body's version; "" where that is zeros. `members` are those of the
+    last plan that came; the directory names others.
 
     Raises `UnreachableError` when no trainer that serves them is found, to be tried again.
     """
     if body.optimizer is None:
         return ""
-    path = _path(node, body)
+    path = moments_path(node, body.version)
     if path.exists() and await asyncio.to_thread(_digest, path) == body.optimizer:
         return str(path)
-    for peer_id, endpoint in await _trainers(node):
+    for peer_id, endpoint in await _trainers(node, members):
         try:
             request = _request(node, body, body.optimizer, peer_id=peer_id, endpoint=endpoint, path=str(path))
             await child.request(request, Done, deadline_s=FETCH_DEADLINE_S)
@@ -44,7 +46,7 @@ async def bring_optimizer_state(node: Node, child: ChildProcess, body: Body) -> 
                 raise
             log.info("no optimizer state", peer=peer_id, version=body.version, why=error.sentence())
             continue
-        _forget_but(path)
+        forget_other_moments(node, body.version)
         return str(path)
     raise UnreachableError(
         f"the optimizer's state after version {body.version} was not found",
@@ -53,46 +55,32 @@ async def bring_optimizer_state(node: Node, child: ChildProcess, body: Body) -> 
     )
 
 
-async def keep_optimizer_state(node: Node, child: ChildProcess, body: Body) -> None:
-    """Writes the moments in force in the node's own trainer to the disk; a failure costs only that safety."""
-    if body.optimizer is None:
-        return
-    path, endpoint = _path(node, body), node.state.trainer_endpoint
-    request = _request(node, body, body.optimizer, peer_id=node.peer_id, endpoint=endpoint, path=str(path))
-    try:
-        await child.request(request, Done, deadline_s=KEEP_DEADLINE_S)
-    except HexcombError as error:
-        if child.is_closed:
-            raise
-        log.warning("optimizer state not kept", version=body.version, why=error.sentence())
-        return
-    _forget_but(path)
-
-
-def _path(node: Node, body: Body) -> Path:
+def moments_path(node: Node, version: Version) -> Path:
+    """Where the moments after `version` lie on this node's disk. A trainer writes them before it attests, so that no
+    committed version is ever without."""
     folder = node.home.path / "optimizer"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / f"v{body.version}.bin"
+    return folder / f"v{version}.bin"
+
+
+def forget_other_moments(node: Node, version: Version) -> None:
+    """Removes what is on the disk for other versions, and what a killed process left half written."""
+    kept = moments_path(node, version)
+    for other in kept.parent.iterdir():
+        if other != kept:
+            other.unlink(missing_ok=True)
 
 
 def _digest(path: Path) -> Digest:
     return Digest(blake3(max_threads=1).update_mmap(path).hexdigest())
 
 
-def _forget_but(path: Path) -> None:
-    for other in path.parent.glob("*.bin"):
-        if other != path:
-            other.unlink(missing_ok=True)
-
-
-async def _trainers(node: Node) -> list[tuple[PeerId, str]]:
-    """Trainers' own peer services, as the directory names them."""
+async def _trainers(node: Node, members: Sequence[Member]) -> list[tuple[PeerId, str]]:
+    """Trainers' own peer services: those that a signed plan named, then those that the directory knows."""
+    planned = [(member.peer_id, member.endpoint) for member in members]
     records = [opened.record for opened in await node.presence.list_records()]
-    return [
-        (record.peer_id, record.trainer_endpoint)
-        for record in records
-        if record.trainer_endpoint and record.peer_id != node.peer_id
-    ]
+    listed = [(record.peer_id, record.trainer_endpoint) for record in records if record.trainer_endpoint]
+    return [found for found in dict.fromkeys([*planned, *listed]) if found[0] != node.peer_id]
 
 
 def _request(

@@ -31,6 +31,7 @@ from protocol.ids import Version
 from protocol.record import DEFAULT_LIFETIME_MS, MAX_VERSIONS, OpenedRecord, Record, sign_record
 from protocol.v1 import common_pb2, control_pb2
 
+CLOCK_STEP_MS = 1_000
 PUBLISH_EVERY_S = 20.0
 
 log = structlog.get_logger("presence")
@@ -125,7 +126,6 @@ class Presence:
             run_dir=str(run_dir),
             listen=(f"{multiaddr_host(self._settings.listen_host)}/tcp/0",),
             bootstraps=self._joined().bootstraps,
-            clock_offset_ms=self._state.clock_offset_ms,
         )
         directory = await Directory.start(start, log_path=self._home.path / "logs" / "directory.log")
         self._directory = directory
@@ -146,10 +146,11 @@ class Presence:
     async def _publish(self, directory: Directory) -> None:
         """A fresh record every `PUBLISH_EVERY_S`, and at once when role, versions or endpoints change."""
         told: Record | None = None
-        told_s, dialled = 0.0, self._joined().bootstraps
+        told_s, dialled, clock_ms = 0.0, self._joined().bootstraps, 0
         while True:
             ticks = self._state.ticks
             dialled = await self._dial_new(directory, dialled)
+            clock_ms = await self._tell_clock(directory, clock_ms)
             record = self._record()
             if told is None or _meaning(record) != _meaning(told) or time.monotonic() - told_s >= PUBLISH_EVERY_S:
                 try:
@@ -160,6 +161,19 @@ class Presence:
                 told, told_s = record, time.monotonic()
             await self._state.wait_changed(ticks, timeout_s=PUBLISH_EVERY_S / 4)
             await asyncio.sleep(0.5)  # what changes together is told once
+
+    async def _tell_clock(self, directory: Directory, told_ms: int) -> int:
+        """Tells the child the coordinator's clock once it is known, and when it has moved by a second; returns what the
+        child goes by."""
+        wanted_ms = self._state.clock_offset_ms
+        if abs(wanted_ms - told_ms) < CLOCK_STEP_MS:
+            return told_ms
+        try:
+            await directory.set_clock_offset(wanted_ms)
+        except HexcombError as error:
+            log.warning("clock not told", why=error.sentence())
+            return told_ms
+        return wanted_ms
 
     async def _dial_new(self, directory: Directory, dialled: tuple[str, ...]) -> tuple[str, ...]:
         """Enters the directory by bootstraps that the coordinator has named since; returns those dialled."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from node.orders import EvaluationRequested
 from protocol.errors import HexcombError, RoundStaleError
 from protocol.ids import PeerId, RoundId, Version
-from protocol.round import RoundPlan
+from protocol.round import Member, RoundPlan
 
 
 @dataclass(slots=True)
@@ -21,6 +21,12 @@ class TrainerOrders:
         """A round was sealed; a later plan replaces an earlier one."""
         if plan.round_id not in self.over:
             self.plan = (plan, payload)
+            self.over = {over for over in self.over if int(over.partition(".")[0]) >= plan.base_version}
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The trainers that the last plan named."""
+        return self.plan[0].members if self.plan is not None else ()
 
     def note_abort(self, round_id: RoundId) -> None:
         """A round is over without a version."""

@@ -26,7 +26,7 @@ from node.compute.messages import (
     StartTrainer,
 )
 from node.context import Node
-from node.optimizer_state import bring_optimizer_state, keep_optimizer_state
+from node.optimizer_state import bring_optimizer_state, forget_other_moments, moments_path
 from node.orders import EvaluationRequested
 from node.trainer_orders import TrainerOrders, suspects_in
 from protocol.certificates import anchor_pem
@@ -99,7 +99,7 @@ class TrainingSession:
         weights = await node.versions.make_ready(head)
         body = node.versions.body(head)
         node.state.activity = f"fetching the optimizer's state after version {head}"
-        optimizer_state = await bring_optimizer_state(node, self._child, body)
+        optimizer_state = await bring_optimizer_state(node, self._child, body, members=self._orders.members)
         node.state.activity = f"starting the trainer on version {head}"
         self._leaf = node.leaf
         order = StartTrainer(
@@ -161,11 +161,7 @@ class TrainingSession:
         await asyncio.to_thread(self._node.versions.check_held, head)
         self._note_loaded(head)
         log.info("version in force", version=head, root=root[:12])
-        await self._keep_moments(head)
-
-    async def _keep_moments(self, version: Version) -> None:
-        """Puts the optimizer's state on the disk, so that the run outlives the loss of all its trainers."""
-        await keep_optimizer_state(self._node, self._child, self._node.versions.body(version))
+        await asyncio.to_thread(forget_other_moments, self._node, head)
 
     async def _work(self, plan: RoundPlan, payload: bytes) -> None:
         """One round, until it is done, over, replaced, or its deadline has passed."""
@@ -181,11 +177,16 @@ class TrainingSession:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
             self._orders.over.add(plan.round_id)
-        if is_dropped:
+        if is_dropped and not self._has_made(Version(plan.base_version + 1)):
             log.info("round dropped", round=plan.round_id)
             await self._child.request(AbortRound(plan.round_id), Done, deadline_s=ABORT_DEADLINE_S)
-        else:
+        elif not is_dropped:
             working.result()
+
+    def _has_made(self, version: Version) -> bool:
+        """Whether the committed version is the one that stands ready here, though no answer to the attestation came."""
+        head = self._node.versions.head
+        return head == version and self._staged_root == self._node.versions.root(version)
 
     def _is_open(self, plan: RoundPlan) -> bool:
         head = self._node.versions.head
@@ -196,21 +197,23 @@ class TrainingSession:
         """Batch, round, attestation; a failure is told to the coordinator, which decides what follows."""
         node = self._node
         started_s = time.monotonic()
-        remaining_s = max((plan.deadline_ms - node.state.now_ms()) / 1000, 1.0)
         try:
             samples = await node.control.fetch_batch(plan.round_id)
-            request = RunRound(payload, samples)
-            done = await self._child.request(request, RoundDone, deadline_s=remaining_s + ROUND_GRACE_S)
+            path = moments_path(node, Version(plan.base_version + 1))
+            remaining_s = (plan.deadline_ms - node.state.now_ms()) / 1000
+            request = RunRound(payload, samples, remaining_s, str(path))
+            self._staged_root = None
+            done = await self._child.request(request, RoundDone, deadline_s=max(remaining_s, 0.0) + ROUND_GRACE_S)
             body = Body.from_bytes(done.body)
             num_tokens = sum(sum(sample.mask) for sample in samples)
             node.state.rate.add(num_tokens, now_s=time.monotonic())
+            self._staged_root = body.root  # before the word leaves: its answer may be lost, and the version committed
             await node.control.attest(plan.round_id, body=done.body, metrics=done.metrics)
         except HexcombError as error:
             await self._fail(plan, error)
             if self._child.is_closed:
                 raise
             return
-        self._staged_root = body.root
         node.state.counts["rounds/attested"] += 1
         took_s = round(time.monotonic() - started_s, 3)
         log.info("round attested", round=plan.round_id, root=body.root[:12], num_samples=len(samples), took_s=took_s)

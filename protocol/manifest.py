@@ -179,7 +179,11 @@ def check_body(body: Body) -> None:
         refuse("its chunk size is out of range")
     if len(body.chunks) > MAX_CHUNKS or len(body.chunks) != -(-body.num_bytes // body.chunk_bytes):
         refuse("the number of chunks does not fit the tensors")
-    digests = [*body.chunks, *(file.digest for file in body.files)]
+    digests = [
+        *body.chunks,
+        *(file.digest for file in body.files),
+        *([] if body.optimizer is None else [body.optimizer]),
+    ]
     if any(len(digest) != 64 or set(digest) - set("0123456789abcdef") for digest in digests):
         refuse("a chunk's name is not a digest")
 

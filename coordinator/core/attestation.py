@@ -142,7 +142,9 @@ def _mean_metrics(words: Mapping[PeerId, Attestation]) -> dict[str, float]:
         for name, value in sorted(words[peer].metrics.items())[:MAX_METRICS]:
             if math.isfinite(value):
                 values.setdefault(name, []).append(value)
-    return {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)[:MAX_METRICS]}
+    return {  # shares are summed, since a sum of what strangers send may overflow
+        name: math.fsum(value / len(values[name]) for value in values[name]) for name in sorted(values)[:MAX_METRICS]
+    }
 
 
 def _commit(

@@ -51,6 +51,9 @@ def watch_nodes(turn: Turn) -> None:
     starved process) is nobody's silence."""
     heartbeat_ms = round(turn.rules.spec.heartbeat_s * 1000)
     _forgive_own_silence(turn, longest_ms=heartbeat_ms)
+    return_ms = HEARTBEATS_TO_LOSS * heartbeat_ms + RETURN_MS
+    if turn.soft.thawed_ms is not None and turn.now_ms - turn.soft.thawed_ms <= return_ms:
+        return  # streams that broke meanwhile end only now, and their nodes come back one by one
     for peer_id, sighting in list(turn.soft.live.items()):
         if turn.now_ms - sighting.seen_ms > HEARTBEATS_TO_LOSS * heartbeat_ms:
             _lose(turn, peer_id, f"no sign of life for {HEARTBEATS_TO_LOSS} heartbeats")
@@ -58,7 +61,7 @@ def watch_nodes(turn: Turn) -> None:
             turn.now_ms - sighting.ended_ms > HEARTBEATS_AFTER_BREAK * heartbeat_ms
         ):
             _lose(turn, peer_id, "its stream broke and it did not come back")
-    if turn.now_ms - (turn.soft.started_ms or 0) > HEARTBEATS_TO_LOSS * heartbeat_ms + RETURN_MS:
+    if turn.now_ms - (turn.soft.started_ms or 0) > return_ms:
         for peer_id in [peer for peer in turn.state.roles if peer not in turn.soft.live]:
             _lose(turn, peer_id, "it did not come back after the coordinator's restart")
 
@@ -70,6 +73,7 @@ def _forgive_own_silence(turn: Turn, *, longest_ms: int) -> None:
     soft.watched_ms = turn.now_ms
     if gap_ms <= longest_ms:
         return
+    soft.thawed_ms = turn.now_ms
     soft.started_ms = (soft.started_ms or 0) + gap_ms
     for sighting in soft.live.values():
         sighting.seen_ms = min(sighting.seen_ms + gap_ms, turn.now_ms)

@@ -40,12 +40,13 @@ class AskedEvaluation:
 
 @dataclass(slots=True)
 class Soft:
-    """`live` holds exactly the nodes that count as alive; `watched_ms` is when that was last judged. `tardy` trainers
-    made a round wait in vain and are not waited for again until they are ready. `attestations` belong to the open
-    round, which dies with the process."""
+    """`live` holds exactly the nodes that count as alive; `watched_ms` is when that was last judged, `thawed_ms` when
+    the process last came out of a standstill. `tardy` trainers made a round wait in vain and are not waited for again
+    until they are ready. `attestations` belong to the open round, which dies with the process."""
 
     started_ms: int | None = None
     watched_ms: int | None = None
+    thawed_ms: int | None = None
     live: dict[PeerId, Sighting] = field(default_factory=dict)
     capabilities: dict[PeerId, Capability] = field(default_factory=dict)
     newcomer_ms: int = 0

@@ -112,12 +112,15 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunRound(msgspec.Struct, tag=True, frozen=True):
-    """Trainer: do the member's part of a round. `plan` is the signed plan's payload, already verified by the daemon.
-    A round that is running when this comes is dropped. Reply: `RoundDone`, or an error of code ROUND_STALE with the
-    suspects in `why` as comma-separated peer ids when peers did not do their part."""
+    """Trainer: do the member's part of a round. `plan` is the signed plan's payload, already verified by the daemon;
+    `remaining_s` is the time until its deadline by the coordinator's clock; the new moments are written to
+    `moments_path` before the reply. A round that is running when this comes is dropped. Reply: `RoundDone`, or an error
+    of code ROUND_STALE with the suspects in `why` as comma-separated peer ids when peers did not do their part."""
 
     plan: bytes
     samples: tuple[TrainSample, ...]
+    remaining_s: float
+    moments_path: str
 
 
 class RoundDone(msgspec.Struct, tag=True, frozen=True):

@@ -234,3 +234,12 @@ def slices(samples: Sequence[TrainSample]) -> list[list[gradients.TrainSample]]:
 
 def _length(sample: TrainSample) -> int:
     return len(sample.prompt_ids) + len(sample.completion_ids)
+
+
+def write_moments(path: Path, moments: Moments) -> None:
+    """Puts the moments at `path` at once or not at all: first, then second, little-endian float32."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        for vector_P in moments:
+            file.write(bytes_of(vector_P))
+    temporary.replace(path)

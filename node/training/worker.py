@@ -35,7 +35,7 @@ from node.training.open_round import OpenRound, RoundBook
 from node.training.optimizer import Vector
 from node.training.peer_service import TrainerPeer
 from node.training.shards import check_plan
-from node.training.trainer import ShareGradient, Trainer
+from node.training.trainer import ShareGradient, Trainer, write_moments
 from node.weights.blobs import BlobStore
 from protocol.certificates import Leaf
 from protocol.endpoint import Endpoint
@@ -43,7 +43,7 @@ from protocol.errors import EngineError, PortInUseError, RoundStaleError
 from protocol.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
 from protocol.ids import Digest, PeerId, Version
 from protocol.manifest import Body
-from protocol.round import Member, RoundPlan, TrainSample
+from protocol.round import Member, RoundPlan
 from protocol.tls import ServedLeaf, channel_credentials, channel_options, server_credentials
 from protocol.v1.peer_pb2_grpc import add_PeerServiceServicer_to_server
 
@@ -56,10 +56,8 @@ T = TypeVar("T")
 class TrainerJob:
     """One trainer; made by `start`."""
 
-    def __init__(
-        self, message: StartTrainer, trainer: Trainer, pool: ThreadPoolExecutor, now_s: Callable[[], float]
-    ) -> None:
-        self._message, self._trainer, self._pool, self._now_s = message, trainer, pool, now_s
+    def __init__(self, message: StartTrainer, trainer: Trainer, pool: ThreadPoolExecutor) -> None:
+        self._message, self._trainer, self._pool = message, trainer, pool
         self._me = PeerId(message.peer_id)
         self._blobs = BlobStore(Path(message.blob_dir))
         self._book = RoundBook()
@@ -69,7 +67,7 @@ class TrainerJob:
         self._round_id = ""
 
     @classmethod
-    async def start(cls, message: StartTrainer, *, now_s: Callable[[], float] = time.time) -> tuple[Self, Started]:
+    async def start(cls, message: StartTrainer) -> tuple[Self, Started]:
         """Loads the version and listens; the endpoint has the port that the system chose."""
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         load = functools.partial(
@@ -80,7 +78,7 @@ class TrainerJob:
             optimizer_state=Path(message.optimizer_state) if message.optimizer_state else None,
         )
         trainer = await asyncio.get_running_loop().run_in_executor(pool, load)
-        job = cls(message, trainer, pool, now_s)
+        job = cls(message, trainer, pool)
         try:
             return job, Started(endpoint=await job._listen())
         except BaseException:
@@ -90,8 +88,8 @@ class TrainerJob:
     async def handle(self, message: msgspec.Struct, emit: object = None) -> msgspec.Struct:
         """Answers one of the trainer's requests."""
         match message:
-            case RunRound(payload, samples):
-                return await self._replace_round(plan_of(payload), samples)
+            case RunRound():
+                return await self._replace_round(message, plan_of(message.plan))
             case Commit(version, root):
                 await self._heavy(self._trainer.commit, Version(version), Digest(root))
                 return Done()
@@ -129,10 +127,10 @@ class TrainerJob:
         options = [*CLIENT_OPTIONS, *channel_options(member.peer_id)]
         return grpc.aio.secure_channel(member.endpoint, credentials, options=options)
 
-    async def _replace_round(self, plan: RoundPlan, samples: tuple[TrainSample, ...]) -> RoundDone:
+    async def _replace_round(self, message: RunRound, plan: RoundPlan) -> RoundDone:
         """Runs a round in a task of its own, which a later request can drop."""
         previous, self._round_id = self._running, plan.round_id
-        task = self._running = asyncio.create_task(self._run_round(plan, samples, after=previous))
+        task = self._running = asyncio.create_task(self._run_round(message, plan, after=previous))
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:  # the daemon no longer waits
@@ -143,7 +141,7 @@ class TrainerJob:
         return task.result()
 
     async def _run_round(
-        self, plan: RoundPlan, samples: tuple[TrainSample, ...], *, after: asyncio.Task[RoundDone] | None
+        self, message: RunRound, plan: RoundPlan, *, after: asyncio.Task[RoundDone] | None
     ) -> RoundDone:
         if after is not None:
             after.cancel()
@@ -157,16 +155,15 @@ class TrainerJob:
             root=in_force.body.root,
             num_elements=in_force.state.num_elements,
         )
-        remaining_s = plan.deadline_ms / 1000 - self._now_s()
-        if remaining_s <= 0:
+        if message.remaining_s <= 0:
             raise RoundStaleError(f"the deadline of round {plan.round_id} is over", why="")
-        opened = OpenRound(plan, me=self._me, deadline=asyncio.get_running_loop().time() + remaining_s)
+        opened = OpenRound(plan, me=self._me, deadline=asyncio.get_running_loop().time() + message.remaining_s)
         await self._book.open(opened)
         await self._links.keep_only(plan.members)
         dropped, shares = threading.Event(), list[ShareGradient]()
 
         async def gradient() -> Vector:
-            shares.append(await self._heavy(self._trainer.gradient, samples, dropped=dropped))
+            shares.append(await self._heavy(self._trainer.gradient, message.samples, dropped=dropped))
             return shares[0].vector_P
 
         try:
@@ -175,6 +172,7 @@ class TrainerJob:
             started = time.monotonic()
             store = self._trainer.next_version
             staged = await self._heavy(store, stepped.state, self._blobs, run_id=plan.run_id)
+            await self._heavy(write_moments, Path(message.moments_path), staged.state.moments)
             stepped.seconds["time/store_s"] = time.monotonic() - started
         finally:
             dropped.set()

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from coordinator.demo import DemoPlan, Status, is_over
 from coordinator.demo_settings import make_plan
+from coordinator.demo_view import View
 from coordinator.settings import parse_run_file
 from protocol.errors import UsageError
 
@@ -52,3 +54,49 @@ def test_demo_ends_when_two_evaluations_in_a_row_doubled_and_reached_the_target(
     assert not is_over(made, status(0.42, 0.82, 0.82))  # not doubled
     assert is_over(made, {"evaluations": [{"version": made.stop_version, "accuracy": 0.1}]})
     assert not is_over(made, status())
+
+
+SOUND: Status = {
+    "version": 20,
+    "num_diverged": 0,
+    "num_accepted": 9,
+    "nodes": [],
+    "leases": {"expired": 0},
+    "books": {
+        "issued": 9,
+        "running": 0,
+        "queued": 0,
+        "in_round": 0,
+        "trained": 9,
+        "dropped": 0,
+        "filtered": 0,
+        "failed": 0,
+    },
+    "evaluations": [
+        {"version": 0, "accuracy": 0.34, "num_tasks": 44},
+        {"version": 20, "accuracy": 0.86, "num_tasks": 44},
+    ],
+}
+
+
+def verdict(status: Status, *engines: str) -> bool:
+    view = View(Console(quiet=True))
+    return view.verdict(status, engines_wanted=engines, target=0.8, seconds=1.0, chaos=False)
+
+
+def test_verdict_is_for_sound_runs_alone() -> None:
+    assert verdict(SOUND)
+    first, last = SOUND["evaluations"]
+    unfair = [
+        {"evaluations": [last]},  # no word on version 0
+        {"evaluations": [first, {**last, "num_tasks": 1}]},
+        {"evaluations": [{**first, "accuracy": 0.5}, last]},  # not doubled
+        {"evaluations": [first, {**last, "accuracy": 0.79}]},
+        {"num_diverged": 1},
+        {"books": {**SOUND["books"], "issued": 10}},
+    ]
+    assert not any(verdict({**SOUND, **change}) for change in unfair)
+
+
+def test_an_engine_that_never_came_up_fails_the_demo() -> None:
+    assert not verdict(SOUND, "vllm")

@@ -306,3 +306,16 @@ def test_other_weights_in_a_round_would_be_seen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rounds, "is_ready", lambda *_: True)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         test_trainer_with_other_weights_takes_no_part()
+
+
+def test_metrics_that_overflow_together_end_nothing() -> None:
+    world = World()
+    world.start(trainers=2)
+    world.fill_batch()
+    assert world.core.state.round is not None
+    body, round_id = world.next_body(), world.round_id
+    for peer_id in world.core.state.round.peer_ids:
+        world.do(e.VersionAttested(peer_id, round_id, body, {"huge": 1.7e308}))
+    head = world.core.state.head
+    assert head is not None
+    assert head.metrics["huge"] == pytest.approx(1.7e308)

@@ -22,6 +22,7 @@ from protocol.manifest import (
     Seal,
     SignedManifest,
     TensorSpec,
+    check_body,
     digest_of,
     open_manifest,
     sign_manifest,
@@ -230,3 +231,11 @@ def test_deep_nesting_is_refused() -> None:
         b"\xc6\xff\xff\xff\xff",
     ):
         assert read(data) is None
+
+
+def test_optimizer_is_named_by_a_digest() -> None:
+    """A trainer's own text in its place would travel with every announcement of the version."""
+    check_body(dataclasses.replace(GOOD, optimizer=Digest("0" * 64)))
+    for text in ("", "x", "0" * 65, "g" * 64, "0" * (16 << 20)):
+        with pytest.raises(ManifestRefusedError):
+            check_body(dataclasses.replace(GOOD, optimizer=Digest(text)))

@@ -278,7 +278,7 @@ async def _opened(item: Seat, round_id: RoundId) -> None:
 async def test_garbage_is_no_plan(tmp_path: Path, model_dir: Path, garbage: bytes) -> None:
     async with trainers(1, tmp_path, model_dir) as [only]:
         with pytest.raises(RoundStaleError, match="cannot be read"):
-            await only.job.handle(RunRound(garbage, ()))
+            await only.job.handle(RunRound(garbage, (), 1.0, ""))
 
 
 async def test_the_first_failure_stays_and_answers_all() -> None:

@@ -15,7 +15,7 @@ from node.weights.blobs import BlobStore
 from node.weights.content import assemble
 from protocol.errors import ChunkCorruptError, EngineError, RootMismatchError, VersionTooOldError
 from protocol.ids import Digest
-from protocol.manifest import Body
+from protocol.manifest import Body, digest_of
 from protocol.round import TrainSample
 from protocol.run import SamplingContract
 from tests.training.trainers import (
@@ -80,6 +80,9 @@ async def test_trainers_agree_in_every_bit_and_equal_one_machine(
             assert len(bodies) == 1, results
             body = Body.from_bytes(bodies.pop())
             assert body.parent == seats[0].body.root
+            for item in seats:  # the moments lie on the disk before anybody hears of the version
+                written = Path(f"{item.message.blob_dir}.moments").read_bytes()
+                assert digest_of(written) == body.optimizer
             for item in seats:
                 assert await item.job.handle(Commit(body.version, body.root)) == Done()
         states = [item.state for item in seats]

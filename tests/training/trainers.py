@@ -110,7 +110,8 @@ class Seat:
 
     async def run(self, plan: RoundPlan, samples: Sequence[TrainSample] = ()) -> RoundDone:
         """The member's part of a round."""
-        done = await self.job.handle(RunRound(msgspec.msgpack.encode(plan), tuple(samples)))
+        remaining_s, path = plan.deadline_ms / 1000 - time.time(), f"{self.message.blob_dir}.moments"
+        done = await self.job.handle(RunRound(msgspec.msgpack.encode(plan), tuple(samples), remaining_s, path))
         assert isinstance(done, RoundDone)
         return done
 
