@@ -65,6 +65,10 @@ def one_machine(model_dir: Path, batches: list[list[TrainSample]]) -> np.ndarray
     return torch.cat([p.detach().flatten() for _, p in parameters]).numpy()
 
 
+def bytes_in(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
 @pytest.mark.parametrize("sizes", [(6, 6), (9, 3), (5, 7, 0)], ids=["two", "uneven", "three-one-empty"])
 async def test_trainers_agree_in_every_bit_and_equal_one_machine(
     tmp_path: Path, model_dir: Path, sizes: tuple[int, ...]
@@ -81,8 +85,7 @@ async def test_trainers_agree_in_every_bit_and_equal_one_machine(
             body = Body.from_bytes(bodies.pop())
             assert body.parent == seats[0].body.root
             for item in seats:  # the moments lie on the disk before anybody hears of the version
-                written = Path(f"{item.message.blob_dir}.moments").read_bytes()
-                assert digest_of(written) == body.optimizer
+                assert digest_of(bytes_in(f"{item.message.blob_dir}.moments")) == body.optimizer
             for item in seats:
                 assert await item.job.handle(Commit(body.version, body.root)) == Done()
         states = [item.state for item in seats]
