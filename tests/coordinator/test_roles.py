@@ -206,3 +206,17 @@ def test_a_coordinator_that_stood_still_blames_nobody() -> None:
     assert world.role("r0") == "rollout"
     world.tick(60.0)
     assert world.role("t0") is None
+
+
+def test_streams_that_broke_during_a_standstill_have_time_to_come_back() -> None:
+    """They end only after it, all at once; two heartbeats would dissolve the swarm."""
+    world = World()
+    world.start()
+    world.tick()
+    world.stall(60.0)
+    for name in ("t0", "r0"):
+        world.do(e.SessionEnded(PeerId(name)))
+    world.tick(10.0)
+    assert (world.role("t0"), world.role("r0")) == ("trainer", "rollout")
+    world.tick(30.0)
+    assert (world.role("t0"), world.role("r0")) == (None, None)
