@@ -8,6 +8,7 @@ nothing of leases and versions, which are the coordinator core's to judge.
 import math
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,6 +109,16 @@ def verify_pieces(rollout: Rollout, *, run_id: RunId) -> None:
     for piece in rollout.pieces:
         key = public_key_of(piece.node)
         verify(key, kind=KIND, run_id=run_id, payload=piece.message(rollout.slot), signature=piece.signature)
+
+
+def edges_of(slot: SlotKey, pieces: Sequence[Piece], *, after: Digest | None = None) -> list[Digest]:
+    """A digest for the edge after each piece, which binds all pieces up to there; `after` is the edge before the first
+    of them (None = they begin the completion)."""
+    edge, edges = after or digest_of(str(slot).encode()), list[Digest]()
+    for piece in pieces:
+        edge = digest_of(edge.encode() + piece.message(slot))
+        edges.append(edge)
+    return edges
 
 
 def check_rollout(rollout: Rollout, contract: SamplingContract) -> None:

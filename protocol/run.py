@@ -13,16 +13,21 @@ from protocol.ids import RunId
 
 Mode = Literal["sequential", "periodic", "async"]
 Role = Literal["trainer", "rollout", "idle"]
+Staleness = Literal["mask_tokens", "drop", "wait"]
+"""What becomes of tokens whose lag is over the bound at the cut: masked alone, dropped with their whole rollout, or
+avoided by waiting for the slots that would come to hold them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
     """An environment by name, with the parameters that it is built with, e.g. `chain_sum` and `{"min_terms": 2}`;
-    `prompt` chooses the form of its prompts."""
+    `prompt` chooses the form of its prompts. With `num_tasks` the sequence of tasks repeats itself after so many, in
+    epochs (0 = it is endless)."""
 
     name: str
     params: dict[str, int | float | str | bool] = field(default_factory=dict)
     prompt: Literal["question", "expression"] = "question"
+    num_tasks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,9 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """One training job. `groups_per_batch` groups of `group_size` slots make one version."""
+    """One training job. `groups_per_batch` groups of `group_size` slots make one version. `lease_s` bounds every lease,
+    however well it goes. With `dynamic_sampling` groups whose rewards are all equal are filtered. Slots under way are
+    handed in by pieces of at most `piece_tokens` tokens or `piece_s` seconds (0 tokens = not at all)."""
 
     run_id: RunId
     name: str
@@ -69,6 +76,10 @@ class RunSpec:
     lease_s: float
     round_s: float
     interrupt: bool = True
+    staleness: Staleness = "mask_tokens"
+    dynamic_sampling: bool = False
+    piece_tokens: int = 32
+    piece_s: float = 1.0
 
     def to_bytes(self) -> bytes:
         """The spec as msgpack."""

@@ -1,8 +1,8 @@
 """What can happen to the coordinator: the closed union of events that enter the core by `handle`. Pure.
 
 Events are in the past tense and carry what the shell has already checked (signatures, shapes); the core judges
-leases, versions, lag and order. Soft events (`NodeSeen`, `SessionEnded`, `CapabilityLearned`) change only what is
-known of live nodes, which is not journaled and is empty after a restart.
+leases, versions, lag and order. Soft events (`NodeSeen`, `SessionEnded`, `CapabilityLearned`, `PiecesReceived`) change
+only what is known of live nodes and running slots, which is not journaled and is empty after a restart.
 """
 
 from dataclasses import dataclass
@@ -109,21 +109,52 @@ class WorkRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReturned:
-    """A node gives the unfilled slots of a lease back."""
+    """A node gives the unfilled slots of a lease back. `is_fault`: it tried and could not fill them."""
 
     peer_id: PeerId
     lease_id: LeaseId
+    reason: str = ""
+    is_fault: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotProgress:
+    """How far a slot has come: `segments` are (version, number of tokens) of all that was received of it, `edge` is
+    the digest (`protocol.rollout.edges_of`) after the last of its pieces."""
+
+    peer_id: PeerId
+    lease_id: LeaseId
+    slot: SlotKey
+    segments: tuple[tuple[Version, int], ...]
+    edge: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesReceived:
+    """Slots under way came on since the last event of this kind (soft; it may prolong leases)."""
+
+    progress: tuple[SlotProgress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLost:
+    """The pieces that a moved slot should go on from are gone, or their signatures do not hold: it starts anew."""
+
+    slot: SlotKey
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSubmitted:
-    """A filled slot whose shape and signatures the shell has checked. `segments` are (version, number of tokens)."""
+    """A filled slot whose shape and signatures the shell has checked. `segments` are (version, number of tokens);
+    `edges` the digests after its pieces (`protocol.rollout.edges_of`)."""
 
     peer_id: PeerId
     lease_id: LeaseId
     slot: SlotKey
     digest: Digest
     segments: tuple[tuple[Version, int], ...]
+    edges: tuple[Digest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +209,8 @@ Event = (
     | BaseRegistered
     | WorkRequested
     | LeaseReturned
+    | PiecesReceived
+    | PrefixLost
     | RolloutSubmitted
     | RolloutScored
     | VersionAttested

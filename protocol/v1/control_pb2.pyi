@@ -390,18 +390,24 @@ class LeasesCancelled(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     LEASE_IDS_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
     @builtins.property
     def lease_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """Their ids."""
+
+    @builtins.property
+    def slots(self) -> containers.RepeatedCompositeFieldContainer[common_pb2.Slot]:
+        """Single slots to stop working on; the leases that they belong to go on."""
 
     def __init__(
         self,
         *,
         lease_ids: abc.Iterable[builtins.str] | None = ...,
+        slots: abc.Iterable[common_pb2.Slot] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["lease_ids", b"lease_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["lease_ids", b"lease_ids", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -472,6 +478,7 @@ class SlotWork(message.Message):
     SLOT_FIELD_NUMBER: builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: builtins.int
     PROMPT_IDS_FIELD_NUMBER: builtins.int
+    PIECES_FIELD_NUMBER: builtins.int
     prompt_digest: builtins.str
     """BLAKE3 of the canonical prompt's token ids (little-endian int32)."""
     prompt_ids: builtins.bytes
@@ -480,16 +487,127 @@ class SlotWork(message.Message):
     def slot(self) -> common_pb2.Slot:
         """The slot."""
 
+    @builtins.property
+    def pieces(self) -> containers.RepeatedCompositeFieldContainer[common_pb2.Piece]:
+        """What other nodes have sampled of the slot: go on after the last of their tokens, and hand these in too."""
+
     def __init__(
         self,
         *,
         slot: common_pb2.Slot | None = ...,
         prompt_digest: builtins.str = ...,
         prompt_ids: builtins.bytes = ...,
+        pieces: abc.Iterable[common_pb2.Piece] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["prompt_digest", b"prompt_digest", "prompt_ids", b"prompt_ids", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["pieces", b"pieces", "prompt_digest", b"prompt_digest", "prompt_ids", b"prompt_ids", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SubmitPiecesRequest(message.Message):
+    """New pieces of slots that are under way."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    PROGRESS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def progress(self) -> containers.RepeatedCompositeFieldContainer[SlotProgress]:
+        """At most one entry for each slot."""
+
+    def __init__(
+        self,
+        *,
+        progress: abc.Iterable[SlotProgress] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["progress", b"progress"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SlotProgress(message.Message):
+    """New pieces of one slot."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    SLOT_FIELD_NUMBER: builtins.int
+    PIECES_FIELD_NUMBER: builtins.int
+    lease_id: builtins.str
+    """The lease under which the slot is filled."""
+    @builtins.property
+    def slot(self) -> common_pb2.Slot:
+        """The slot."""
+
+    @builtins.property
+    def pieces(self) -> containers.RepeatedCompositeFieldContainer[common_pb2.Piece]:
+        """Its new pieces, in order; the first begins where those that were received before end."""
+
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.str = ...,
+        slot: common_pb2.Slot | None = ...,
+        pieces: abc.Iterable[common_pb2.Piece] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["slot", b"slot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["lease_id", b"lease_id", "pieces", b"pieces", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SubmitPiecesResponse(message.Message):
+    """Received, which is not accepted."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    UNWANTED_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def unwanted(self) -> containers.RepeatedCompositeFieldContainer[common_pb2.Slot]:
+        """Slots that the node no longer holds: stop working on them."""
+
+    @builtins.property
+    def leases(self) -> containers.RepeatedCompositeFieldContainer[LeaseTime]:
+        """Time left of the leases that the call named."""
+
+    def __init__(
+        self,
+        *,
+        unwanted: abc.Iterable[common_pb2.Slot] | None = ...,
+        leases: abc.Iterable[LeaseTime] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["leases", b"leases", "unwanted", b"unwanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class LeaseTime(message.Message):
+    """How long a lease lasts; a lease whose slots make progress is prolonged."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    REMAINING_S_FIELD_NUMBER: builtins.int
+    lease_id: builtins.str
+    """The lease."""
+    remaining_s: builtins.float
+    """Seconds until it ends."""
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.str = ...,
+        remaining_s: builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["lease_id", b"lease_id", "remaining_s", b"remaining_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,11 @@ class ControlServiceStub:
                 request_serializer=protocol_dot_v1_dot_control__pb2.LeaseWorkRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_control__pb2.LeaseWorkResponse.FromString,
                 _registered_method=True)
+        self.SubmitPieces = channel.unary_unary(
+                '/protocol.v1.ControlService/SubmitPieces',
+                request_serializer=protocol_dot_v1_dot_control__pb2.SubmitPiecesRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_control__pb2.SubmitPiecesResponse.FromString,
+                _registered_method=True)
         self.SubmitRollouts = channel.unary_unary(
                 '/protocol.v1.ControlService/SubmitRollouts',
                 request_serializer=protocol_dot_v1_dot_control__pb2.SubmitRolloutsRequest.SerializeToString,
@@ -100,6 +105,13 @@ class ControlServiceServicer:
 
     def LeaseWork(self, request, context):
         """Asks for slots to fill.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubmitPieces(self, request, context):
+        """Tokens of slots that are under way, so that another node can go on if this one is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,6 +185,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.LeaseWork,
                     request_deserializer=protocol_dot_v1_dot_control__pb2.LeaseWorkRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_control__pb2.LeaseWorkResponse.SerializeToString,
+            ),
+            'SubmitPieces': grpc.unary_unary_rpc_method_handler(
+                    servicer.SubmitPieces,
+                    request_deserializer=protocol_dot_v1_dot_control__pb2.SubmitPiecesRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_control__pb2.SubmitPiecesResponse.SerializeToString,
             ),
             'SubmitRollouts': grpc.unary_unary_rpc_method_handler(
                     servicer.SubmitRollouts,
@@ -270,6 +287,33 @@ class ControlService:
             '/protocol.v1.ControlService/LeaseWork',
             protocol_dot_v1_dot_control__pb2.LeaseWorkRequest.SerializeToString,
             protocol_dot_v1_dot_control__pb2.LeaseWorkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitPieces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/protocol.v1.ControlService/SubmitPieces',
+            protocol_dot_v1_dot_control__pb2.SubmitPiecesRequest.SerializeToString,
+            protocol_dot_v1_dot_control__pb2.SubmitPiecesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,8 @@ class ControlServiceStub:
     """Heartbeats up; roles, plans, announcements and cancels down. One stream for as long as the node lives."""
     LeaseWork: _aio.UnaryUnaryMultiCallable[_control_pb2.LeaseWorkRequest, _control_pb2.LeaseWorkResponse]
     """Asks for slots to fill."""
+    SubmitPieces: _aio.UnaryUnaryMultiCallable[_control_pb2.SubmitPiecesRequest, _control_pb2.SubmitPiecesResponse]
+    """Tokens of slots that are under way, so that another node can go on if this one is lost."""
     SubmitRollouts: _aio.UnaryUnaryMultiCallable[_control_pb2.SubmitRolloutsRequest, _control_pb2.SubmitRolloutsResponse]
     """Hands in filled slots; acceptance is durable before it is acknowledged."""
     ReturnLease: _aio.UnaryUnaryMultiCallable[_control_pb2.ReturnLeaseRequest, _control_pb2.ReturnLeaseResponse]
@@ -55,6 +57,14 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_control_pb2.LeaseWorkRequest, _abc.Awaitable[_control_pb2.LeaseWorkResponse]],
     ) -> _abc.Awaitable[_control_pb2.LeaseWorkResponse]:
         """Asks for slots to fill."""
+
+    @_abc_1.abstractmethod
+    def SubmitPieces(
+        self,
+        request: _control_pb2.SubmitPiecesRequest,
+        context: _aio.ServicerContext[_control_pb2.SubmitPiecesRequest, _abc.Awaitable[_control_pb2.SubmitPiecesResponse]],
+    ) -> _abc.Awaitable[_control_pb2.SubmitPiecesResponse]:
+        """Tokens of slots that are under way, so that another node can go on if this one is lost."""
 
     @_abc_1.abstractmethod
     def SubmitRollouts(
