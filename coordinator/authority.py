@@ -16,6 +16,7 @@ from coordinator.core.effects import Effect
 from coordinator.core.facts import RolloutAccepted, VersionCommitted
 from coordinator.core.handle import Core, Decision
 from coordinator.core.replies import Enrolment, Grant, Receipt, Reply
+from coordinator.failpoints import failpoint
 from coordinator.journal import Entry, Journal
 from protocol.errors import HexcombError, JournalError
 from protocol.ids import Digest, SlotKey, Version
@@ -102,6 +103,7 @@ class Authority:
         entries: list[Entry] = []
         for request in self._under_way:
             now_ms = self._clock()
+            failpoint("authority.before_decide")
             try:
                 decision = self.core.handle(request.event, now_ms)
             except HexcombError as refusal:
@@ -112,7 +114,9 @@ class Authority:
             if decision.facts:
                 entries.append(self._entry(request, decision, now_ms))
         if entries:
+            failpoint("authority.before_append")
             await asyncio.to_thread(self._journal.append, entries, state=self.core.state)
+            failpoint("authority.before_reply")
         self._under_way = []
         for outcome in outcomes:
             self._publish(outcome)

@@ -14,7 +14,7 @@ from typing import Annotated
 import platformdirs
 import typer
 
-from protocol.errors import HexcombError, UsageError
+from protocol.errors import HexcombError, JournalError, UsageError
 
 app = typer.Typer(
     name="hexcomb-coordinator",
@@ -102,6 +102,67 @@ def status(
             "the coordinator does not answer", why=str(error), remedy="Start it with `hexcomb-coordinator serve`."
         ) from error
     typer.echo(text if as_json else summary(json.loads(text)))
+
+
+@app.command()
+def replay(
+    home: HomeOption = DEFAULT_HOME,
+    until: Annotated[str | None, typer.Option(help="Up to this fact's number, or this time (ISO 8601).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make the state again from the journal, prove its snapshots on the way, and print it. The run may go on meanwhile.
+
+    Example: hexcomb-coordinator replay --until 2030-01-31T12:00:00Z
+    """
+    from coordinator.home import CoordinatorHome
+    from coordinator.journal_reader import JournalReader
+    from coordinator.replay import replay_until, summary_of, text_of
+
+    reader = JournalReader(CoordinatorHome.open(home).journal)
+    try:
+        found = replay_until(reader, until)
+    finally:
+        reader.close()
+    typer.echo(json.dumps(summary_of(found), indent=2) if as_json else text_of(found))
+
+
+@app.command()
+def backup(
+    file: Annotated[Path, typer.Argument(help="The file to make; it must not exist.")],
+    home: HomeOption = DEFAULT_HOME,
+) -> None:
+    """Copy the journal to FILE and check the copy. The run may go on meanwhile.
+
+    Example: hexcomb-coordinator backup journal-monday.db
+    """
+    from coordinator.backup import back_up
+    from coordinator.home import CoordinatorHome
+
+    where = CoordinatorHome.open(home)
+    num_bytes = back_up(where.journal, file)
+    typer.echo(f"{file}: {num_bytes} bytes, checked")
+    typer.echo(
+        f"A restore also needs identity.key, run.secret and run.id of {where.path}: copy them once, to a safe place.",
+        err=True,
+    )
+
+
+@app.command()
+def check(home: HomeOption = DEFAULT_HOME) -> None:
+    """Check the journal: pages, checksums, replay, books; ends with 1 if it is damaged. The run may go on meanwhile.
+
+    Example: hexcomb-coordinator check
+    """
+    from coordinator.home import CoordinatorHome
+    from coordinator.replay import prove
+
+    path = CoordinatorHome.open(home).journal
+    try:
+        found, num_rollouts = prove(path)
+    except JournalError as error:
+        typer.echo(f"error: {error.sentence()}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"{path}: sound; {found.num_facts} facts replayed up to {found.seq}, {num_rollouts} rollouts read")
 
 
 @app.command()

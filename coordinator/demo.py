@@ -116,21 +116,13 @@ async def run_demo(plan: DemoPlan, *, folder: Path, base: Path, view: View) -> b
     """Runs the swarm; True if it learned what it should. Raises `HexcombError` when it cannot run."""
     started = time.monotonic()
     if not (base / "body.msgpack").exists():
-        await _make_base(plan, base, view)
+        await make_base(plan, base, view)
     (folder / "run.toml").write_text(plan.run_file)
     swarm = Swarm(folder)
     try:
-        serve = (
-            program("hexcomb-coordinator"),
-            "serve",
-            str(folder / "run.toml"),
-            "--home",
-            str(folder / "coordinator"),
-        )
-        await swarm.start("coordinator", serve)
-        page = await _wait_for_page(swarm, folder / "coordinator")
+        page = await start_coordinator(swarm)
         view.say(f"coordinator up, page at {page}")
-        await _start_nodes(plan, swarm, base=base)
+        await start_nodes(plan, swarm, base=base)
         final = await _watch(plan, swarm, page=page, view=view, ends_at=started + plan.deadline_s)
     finally:
         await swarm.stop()
@@ -143,7 +135,15 @@ async def run_demo(plan: DemoPlan, *, folder: Path, base: Path, view: View) -> b
     )
 
 
-async def _make_base(plan: DemoPlan, base: Path, view: View) -> None:
+async def start_coordinator(swarm: Swarm) -> str:
+    """Serves the run file of the swarm's folder; its page's address once it is ready."""
+    serve = ("serve", str(swarm.folder / "run.toml"), "--home", str(swarm.folder / "coordinator"))
+    await swarm.start("coordinator", (program("hexcomb-coordinator"), *serve))
+    return await wait_for_page(swarm, swarm.folder / "coordinator")
+
+
+async def make_base(plan: DemoPlan, base: Path, view: View) -> None:
+    """Makes the base model's folder, or nothing of it."""
     view.say("making the base model and warming it up (once; it is cached)")
     making = base.with_name(base.name + ".making")  # a demo that was stopped here leaves no half base behind
     shutil.rmtree(making, ignore_errors=True)
@@ -155,7 +155,8 @@ async def _make_base(plan: DemoPlan, base: Path, view: View) -> None:
     making.replace(base)
 
 
-async def _start_nodes(plan: DemoPlan, swarm: Swarm, *, base: Path) -> None:
+async def start_nodes(plan: DemoPlan, swarm: Swarm, *, base: Path) -> None:
+    """Invites the plan's nodes and starts them, each with a home of its name in the swarm's folder."""
     home = swarm.folder / "coordinator"
     for role, engines in (("trainer", ("auto",) * plan.num_trainers), ("rollout", plan.rollout_engines)):
         if not engines:
@@ -214,7 +215,7 @@ def is_over(plan: DemoPlan, status: Status) -> bool:
     return len(evaluations) > 2 and all(e["accuracy"] >= enough for e in evaluations[-2:])
 
 
-async def _wait_for_page(swarm: Swarm, home: Path) -> str:
+async def wait_for_page(swarm: Swarm, home: Path) -> str:
     """The page's address, once the coordinator is ready."""
     ends_at = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < ends_at:

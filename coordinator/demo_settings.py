@@ -85,7 +85,7 @@ def start_demo(
     *, num_nodes: int, engine: str, task: str, chaos: bool, num_versions: int | None, keep: Path | None
 ) -> bool:
     """Runs the demo in a folder of its own; True if the swarm learned."""
-    base = _base_folder(task)
+    base = base_folder(task)
     plan = make_plan(num_nodes=num_nodes, engine=engine, task=task, chaos=chaos, num_versions=num_versions, base=base)
     folder = keep or Path(tempfile.mkdtemp(prefix="hexcomb-demo-"))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def start_demo(
     learned = False
     try:
         with View(Console()) as view:
-            learned = asyncio.run(_until_signalled(run_demo(plan, folder=folder, base=base, view=view)))
+            learned = asyncio.run(until_signalled(run_demo(plan, folder=folder, base=base, view=view)))
     finally:
         if learned and keep is None:
             shutil.rmtree(folder)
@@ -103,8 +103,8 @@ def start_demo(
     return learned
 
 
-async def _until_signalled(demo: Coroutine[Any, Any, bool]) -> bool:
-    """The demo's verdict; SIGINT and SIGTERM stop the swarm first, however often they come."""
+async def until_signalled(demo: Coroutine[Any, Any, bool]) -> bool:
+    """What it gives; SIGINT and SIGTERM stop the swarm first, however often they come."""
     signalled = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, signalled.set)
@@ -156,7 +156,7 @@ def make_plan(*, num_nodes: int, engine: str, task: str, chaos: bool, num_versio
     )
 
 
-def _base_folder(task: str) -> Path:
+def base_folder(task: str) -> Path:
     """Where the warmed-up base of these settings is kept from one demo to the next."""
     key = sha256(repr((metadata.version("hexcomb"), BASE_RECIPE, task, TASKS.get(task))).encode()).hexdigest()[:12]
     return platformdirs.user_cache_path("hexcomb") / f"demo-base-{key}"

@@ -1,40 +1,37 @@
 """The journal: every fact that the core decided, durable before anybody hears of it. Not pure: SQLite on disk.
 
 Invariants: one process writes a journal (a lock file says so); a batch of facts, the rollouts and manifests that
-belong to it and what they make obsolete is one transaction, synced to disk at COMMIT; opening gives the state of the
-last COMMIT, byte for byte. A snapshot every `SNAPSHOT_EVERY` facts bounds log and restart; the facts since the last
-but one are kept, so that the newest snapshot can be proven by replay.
+belong to it and what they make obsolete is one transaction, synced to disk at COMMIT; a slot has one rollout, and a
+rollout one slot; opening gives the state of the last COMMIT, byte for byte. A snapshot bounds log and restart: one is
+due after `SNAPSHOT_EVERY` facts, but not before the facts weigh as much as the snapshot before, so that a large state
+is not written over and over. The facts since the last but one are kept, so that the newest can be proven by replay.
 """
 
 import fcntl
 import os
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.core.facts import Fact, GroupDropped, VersionCommitted, encode_fact
+from coordinator.core.facts import Fact, GroupDropped, RolloutAccepted, VersionCommitted, encode_fact
 from coordinator.core.state import State, encode_state
-from coordinator.journal_reader import BUSY_TIMEOUT_S, NUM_SNAPSHOTS, JournalReader, as_journal_error
+from coordinator.failpoints import failpoint
+from coordinator.journal_reader import BUSY_TIMEOUT_S, NUM_SNAPSHOTS, JournalReader
+from coordinator.journal_schema import as_journal_error, checksum, prepare, transaction
 from protocol.errors import HomeInUseError, JournalError
-from protocol.ids import RunId, SlotKey, Version
+from protocol.ids import Digest, RunId, SlotKey, Version
 from protocol.manifest import SignedManifest
 
-SCHEMA = 1
 KEPT_MANIFESTS = 1000
 """Versions before the oldest that may still be needed whose manifests stay readable."""
 SNAPSHOT_EVERY = 2000
-
-_TABLES = """
-CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE facts(seq INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, now_ms INTEGER NOT NULL, payload BLOB NOT NULL);
-CREATE TABLE snapshot(seq INTEGER PRIMARY KEY, state BLOB NOT NULL);
-CREATE TABLE rollout(slot TEXT PRIMARY KEY, task INTEGER NOT NULL, retired_at INTEGER, body BLOB NOT NULL);
-CREATE INDEX rollout_by_task ON rollout(task);
-CREATE INDEX rollout_by_retirement ON rollout(retired_at);
-CREATE TABLE manifest(version INTEGER PRIMARY KEY, payload BLOB NOT NULL, signature BLOB NOT NULL);
-"""
+MAX_FACTS_PER_SNAPSHOT = 50_000
+"""However large a snapshot is, a restart replays no more than these."""
+MIN_LOG_SHARE = 1.0
+"""Bytes of facts for each byte of the snapshot before them that make a new one due."""
+MAX_IDLE_WAL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,36 +47,41 @@ class Entry:
 class Journal:
     """The only writer. `append` blocks until the disk has the batch: call it outside the event loop."""
 
-    def __init__(self, path: Path, *, run_id: RunId) -> None:
-        """Opens or creates. Raises `HomeInUseError` or `JournalError`."""
-        self.path, self._run_id = path, run_id
+    def __init__(self, path: Path, *, run_id: RunId, environment: Digest | None = None) -> None:
+        """Opens, creates or migrates. `environment` names what the run's prompts are drawn from
+        (`journal_schema.environment_digest`); it may not change once tasks were opened. Raises `HomeInUseError` or
+        `JournalError`."""
+        self.path = path
         self._write_lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock_file = _take_lock(path)
         try:
-            self._db = self._open()
+            self._db = _open(path, run_id, environment)
             self.reader = JournalReader(path)
         except BaseException:
             os.close(self._lock_file)
             raise
         self._seq = self._number("SELECT max(seq) FROM (SELECT seq FROM facts UNION ALL SELECT seq FROM snapshot)")
         self._snapshot_seq = self._number("SELECT max(seq) FROM snapshot")
+        self._snapshot_bytes = self._number("SELECT length(state) FROM snapshot ORDER BY seq DESC LIMIT 1")
+        self._log_bytes = self._number(f"SELECT sum(length(payload)) FROM facts WHERE seq > {self._snapshot_seq}")
 
     def append(self, entries: Sequence[Entry], *, state: State) -> None:
         """One transaction for the whole batch; `state` is the state after it. Raises `JournalError`, after which the
         process must end: what it has in memory is not what the disk has."""
         with self._write_lock, as_journal_error(self.path, "written"):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                for entry in entries:
-                    self._write(entry, state)
-                if self._seq - self._snapshot_seq >= SNAPSHOT_EVERY:
-                    self._snapshot(state)
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
+            failpoint("journal.before_begin")
+            with transaction(self._db):
+                self._write_facts(entries, state)
+                failpoint("journal.after_facts")
+                self._write_rollouts(entries)
+                failpoint("journal.after_rollouts")
+                self._write_manifests(entries)
+                self._retire_groups(entries, state)
+                if self._is_snapshot_due():
+                    self._write_snapshot(state)
+                failpoint("journal.before_commit")
+            failpoint("journal.after_commit")
 
     def close(self) -> None:
         """Closes after the batch that is being written, and lets another process have the journal."""
@@ -88,19 +90,37 @@ class Journal:
             self._db.close()
             os.close(self._lock_file)
 
-    def _write(self, entry: Entry, state: State) -> None:
-        for fact in entry.facts:
-            self._seq += 1
-            row = (self._seq, state.epoch, entry.now_ms, encode_fact(fact))
-            self._db.execute("INSERT INTO facts VALUES(?, ?, ?, ?)", row)
-        for slot, body in entry.bodies:
-            self._db.execute("INSERT INTO rollout VALUES(?, ?, NULL, ?)", (str(slot), slot.task.index, body))
-        for version, signed in entry.manifests:
-            self._db.execute("INSERT INTO manifest VALUES(?, ?, ?)", (version, signed.payload, signed.signature))
-        for fact in entry.facts:
-            if isinstance(fact, GroupDropped) and state.head is not None:
-                self._retire((fact.index,), state.head.version)
+    def _write_facts(self, entries: Sequence[Entry], state: State) -> None:
+        rows = []
+        for entry in entries:
+            for fact in entry.facts:
+                payload = encode_fact(fact)
+                self._seq += 1
+                self._log_bytes += len(payload)
+                rows.append((self._seq, state.epoch, entry.now_ms, checksum(payload), payload))
+        self._db.executemany("INSERT INTO facts VALUES(?, ?, ?, ?, ?)", rows)
+
+    def _write_rollouts(self, entries: Sequence[Entry]) -> None:
+        self._db.executemany(
+            "INSERT INTO rollout VALUES(?, ?, ?, ?, ?, NULL, ?, ?)",
+            [row for entry in entries for row in _rollout_rows(self.path, entry)],
+        )
+
+    def _write_manifests(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            for version, signed in entry.manifests:
+                self._db.execute("INSERT INTO manifest VALUES(?, ?, ?)", (version, signed.payload, signed.signature))
+
+    def _retire_groups(self, entries: Sequence[Entry], state: State) -> None:
+        """Marks the rollouts of finished groups, and deletes what is past its time."""
+        facts = [fact for entry in entries for fact in entry.facts]
+        num_commits = sum(isinstance(fact, VersionCommitted) for fact in facts)
+        head = (state.head.version if state.head is not None else 0) - num_commits
+        for fact in facts:
+            if isinstance(fact, GroupDropped):
+                self._retire((fact.index,), Version(head))
             if isinstance(fact, VersionCommitted):
+                head += 1
                 self._retire(fact.groups, fact.version)
                 self._db.execute("DELETE FROM rollout WHERE retired_at < ?", (fact.keep_from,))
                 self._db.execute("DELETE FROM manifest WHERE version < ?", (fact.keep_from - KEPT_MANIFESTS,))
@@ -109,52 +129,54 @@ class Journal:
         rows = [(version, task) for task in tasks]
         self._db.executemany("UPDATE rollout SET retired_at = ? WHERE task = ?", rows)
 
-    def _snapshot(self, state: State) -> None:
-        self._db.execute("INSERT INTO snapshot VALUES(?, ?)", (self._seq, encode_state(state)))
+    def _is_snapshot_due(self) -> bool:
+        num_facts = self._seq - self._snapshot_seq
+        is_heavy = self._log_bytes >= MIN_LOG_SHARE * self._snapshot_bytes
+        return num_facts >= SNAPSHOT_EVERY and (is_heavy or num_facts >= MAX_FACTS_PER_SNAPSHOT)
+
+    def _write_snapshot(self, state: State) -> None:
+        data = encode_state(state)
+        self._db.execute("INSERT INTO snapshot VALUES(?, ?, ?)", (self._seq, checksum(data), data))
+        failpoint("journal.after_snapshot")
         kept = "SELECT seq FROM snapshot ORDER BY seq DESC LIMIT ?"
         self._db.execute(f"DELETE FROM snapshot WHERE seq NOT IN ({kept})", (NUM_SNAPSHOTS,))
         if self._number("SELECT count(*) FROM snapshot") == NUM_SNAPSHOTS:
             self._db.execute("DELETE FROM facts WHERE seq <= (SELECT min(seq) FROM snapshot)")
-        self._snapshot_seq = self._seq
+        failpoint("journal.after_truncation")
+        self._snapshot_seq, self._snapshot_bytes, self._log_bytes = self._seq, len(data), 0
 
     def _number(self, query: str) -> int:
-        return int(self._db.execute(query).fetchone()[0] or 0)
+        found = self._db.execute(query).fetchone()
+        return int(found[0] or 0) if found else 0
 
-    def _open(self) -> sqlite3.Connection:
-        with as_journal_error(self.path, "opened"):
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
-            db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
-            try:
-                for setting in ("journal_mode=WAL", "synchronous=FULL", "trusted_schema=OFF"):
-                    db.execute(f"PRAGMA {setting}")
-                self._check(db)
-            except BaseException:
-                db.close()
-                raise
-            return db
 
-    def _check(self, db: sqlite3.Connection) -> None:
-        """Makes the tables in an empty file; refuses a damaged, newer or foreign one."""
-        schema = int(db.execute("PRAGMA user_version").fetchone()[0])
-        if schema == 0:
-            meta = f"INSERT INTO meta VALUES('run_id', '{self._run_id}');"
-            db.executescript(f"BEGIN IMMEDIATE; {_TABLES} {meta} PRAGMA user_version = {SCHEMA}; COMMIT;")
-        if schema > SCHEMA:
+def _rollout_rows(path: Path, entry: Entry) -> Iterator[tuple[str, str, str, int, int, int, bytes]]:
+    bodies = dict(entry.bodies)
+    for fact in entry.facts:
+        if not isinstance(fact, RolloutAccepted):
+            continue
+        if (body := bodies.get(fact.slot)) is None:
             raise JournalError(
-                f"the journal {self.path} cannot be used",
-                why=f"a newer release wrote it (schema {schema}, this one knows {SCHEMA})",
-                remedy="Install that release.",
+                f"the journal {path} could not be written",
+                why=f"the rollout accepted for slot {fact.slot} came without its bytes",
             )
-        (verdict,) = db.execute("PRAGMA integrity_check").fetchone()
-        if verdict != "ok":
-            raise JournalError(f"the journal {self.path} is damaged", why=verdict, remedy="Restore a backup.")
-        (owner,) = db.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
-        if owner != self._run_id:
-            raise JournalError(
-                f"the journal {self.path} cannot be used",
-                why=f"it belongs to run {owner}",
-                remedy="Use that run's file, or another home folder.",
-            )
+        slot = fact.slot
+        yield str(slot), fact.digest, fact.peer_id, slot.version, slot.task.index, checksum(body), body
+
+
+def _open(path: Path, run_id: RunId, environment: Digest | None) -> sqlite3.Connection:
+    with as_journal_error(path, "opened"):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
+        try:
+            for setting in ("journal_mode=WAL", "synchronous=FULL", "trusted_schema=OFF"):
+                db.execute(f"PRAGMA {setting}")
+            db.execute(f"PRAGMA journal_size_limit={MAX_IDLE_WAL_BYTES}")
+            prepare(db, path, run_id=run_id, environment=environment)
+        except BaseException:
+            db.close()
+            raise
+        return db
 
 
 def _take_lock(path: Path) -> int:

@@ -30,6 +30,7 @@ from coordinator.home import CoordinatorHome
 from coordinator.http import make_app, serve_http
 from coordinator.join_service import JoinService, Registrar
 from coordinator.journal import Journal
+from coordinator.journal_schema import environment_digest
 from coordinator.reporting import Reporter
 from coordinator.scoring import Scoring
 from coordinator.sessions import Sessions
@@ -68,7 +69,8 @@ class Coordinator:
         self._home, self._run, self._clock = home, run, clock
         self._body = read_base(run.base, home)
         self._rules = run.rules(home.run_id, load_tokenizer(run.base))
-        self._journal = Journal(home.journal, run_id=home.run_id)
+        pin = environment_digest(self._rules.spec)
+        self._journal = Journal(home.journal, run_id=home.run_id, environment=pin)
         core = Core(self._rules, self._journal.reader.recover())
         self.authority = Authority(core, self._journal, clock=clock, sealer=self._seal)
         self.sessions = Sessions()

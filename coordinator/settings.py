@@ -16,7 +16,7 @@ from protocol.endpoint import parse_endpoint
 from protocol.errors import UnknownSettingError, UsageError
 from protocol.ids import RunId
 from protocol.invite import MAX_ADDRESSES
-from protocol.run import EnvironmentSpec, OptimizerSpec, RunSpec, SamplingContract
+from protocol.run import EnvironmentSpec, OptimizerSpec, RunSpec, SamplingContract, Staleness
 from protocol.tokens import Tokenizer
 
 
@@ -27,12 +27,14 @@ class Section(BaseModel):
 
 
 class TaskSection(Section):
-    """`[task]`: the environment and its parameters."""
+    """`[task]`: the environment and its parameters. With `num_tasks` the sequence of tasks repeats itself after so many,
+    and the coordinator remembers how long each one's completions were."""
 
     environment: str
     params: dict[str, int | float | str | bool] = {}
     prompt: Literal["question", "expression"] = "question"
     seed: int = 0
+    num_tasks: int = Field(0, ge=0, le=10_000_000)
 
 
 class SamplingSection(Section):
@@ -43,12 +45,15 @@ class SamplingSection(Section):
 
 
 class BatchSection(Section):
-    """`[batch]`: what makes one version, and how stale a token may be."""
+    """`[batch]`: what makes one version, how stale a token may be, and what becomes of tokens that are staler. With
+    `dynamic_sampling` groups whose rewards are all equal are left out, and others made in their place."""
 
     groups: int = Field(32, ge=1)
     group_size: int = Field(8, ge=2)
     max_lag: int = Field(4, ge=0, le=1000)
     mode: Literal["sequential", "periodic", "async"] = "async"
+    staleness: Staleness = "mask_tokens"
+    dynamic_sampling: bool = False
     max_concurrent_groups: int = Field(1024, ge=1)
 
 
@@ -76,11 +81,14 @@ class NodesSection(Section):
 
 
 class LimitsSection(Section):
-    """`[limits]`: deadlines."""
+    """`[limits]`: deadlines, and how often tokens of running slots are handed in (`piece_tokens = 0`: not at all). No
+    lease lasts longer than `lease_s`; most are shorter, by the node's measured speed."""
 
     heartbeat_s: float = Field(5.0, gt=0)
     lease_s: float = Field(600.0, gt=0)
     round_s: float = Field(600.0, gt=0)
+    piece_tokens: int = Field(32, ge=0, le=32)
+    piece_s: float = Field(1.0, gt=0, le=60)
 
 
 class EvaluationSection(Section):
@@ -135,7 +143,7 @@ class RunFile(Section):
     @property
     def environment(self) -> EnvironmentSpec:
         """The environment as nodes are told of it."""
-        return EnvironmentSpec(self.task.environment, self.task.params, self.task.prompt)
+        return EnvironmentSpec(self.task.environment, self.task.params, self.task.prompt, self.task.num_tasks)
 
     def rules(self, run_id: RunId, tokenizer: Tokenizer) -> Rules:
         """What the core works by; stop ids and vocabulary are the base model's."""
@@ -158,6 +166,10 @@ class RunFile(Section):
             heartbeat_s=self.limits.heartbeat_s,
             lease_s=self.limits.lease_s,
             round_s=self.limits.round_s,
+            staleness=self.batch.staleness,
+            dynamic_sampling=self.batch.dynamic_sampling,
+            piece_tokens=self.limits.piece_tokens,
+            piece_s=self.limits.piece_s,
         )
         return Rules(
             spec=spec,

@@ -61,6 +61,8 @@ class Versions:
         self._holders: dict[Version, tuple[Holder, ...]] = {}
         self._held: set[Version] = set()
         self._fetching: dict[Version, asyncio.Lock] = {}
+        self._kept_from = Version(0)
+        self._clear_leftovers()
         self._recall()
 
     @property
@@ -176,8 +178,11 @@ class Versions:
 
     async def retire(self, *, keep_from: Version, now_s: float) -> None:
         """Forgets the bytes of versions before `keep_from`; manifests stay known for their seeds and their
-        chain."""
+        chain. What no manifest names stays for a while: it may be the next version."""
+        gone: set[Digest] = set()
         for version in [version for version in self._known if version < keep_from]:
+            if version >= self._kept_from:
+                gone.update(self._known[version].body.chunks)
             self._held.discard(version)
             self.weights_path(version).unlink(missing_ok=True)
             self._holders.pop(version, None)
@@ -186,6 +191,8 @@ class Versions:
                 (self._manifests / f"{version}.msgpack").unlink(missing_ok=True)
         bodies = [manifest.body for version, manifest in self._known.items() if version >= keep_from]
         keep = {digest for body in bodies for digest in (*body.chunks, *(file.digest for file in body.files))}
+        self._kept_from = keep_from
+        await asyncio.to_thread(self.blobs.delete, gone - keep)
         await asyncio.to_thread(self.blobs.delete_unreferenced, keep, now_s=now_s)
 
     async def _fetch_from(self, version: Version, holders: Sequence[Holder]) -> None:
@@ -219,6 +226,12 @@ class Versions:
             )
         if before is not None and manifest.seal.previous != before.digest:
             raise ManifestRefusedError(f"version {version} was refused", why="it does not follow the version before")
+
+    def _clear_leftovers(self) -> None:
+        """Removes what a killed daemon left half written."""
+        for folder in (self._weights, self._manifests, self.model_dir):
+            for path in folder.glob(".*"):
+                path.unlink(missing_ok=True)
 
     def _recall(self) -> None:
         """Takes in the manifests on disk; a file that is damaged or of another run is removed."""

@@ -126,7 +126,7 @@ def prompt_digest(prompt_ids: tuple[int, ...]) -> Digest:
 
 def make_environment(spec: EnvironmentSpec) -> Environment:
     """The environment that a run names. Raises `UsageError` when there is none like it."""
-    return ReasoningGymEnvironment(spec.name, params=spec.params, prompt=spec.prompt)
+    return ReasoningGymEnvironment(spec.name, params=spec.params, prompt=spec.prompt, num_tasks=spec.num_tasks)
 
 
 class ReasoningGymEnvironment:
@@ -134,7 +134,8 @@ class ReasoningGymEnvironment:
 
     `prompt="question"` is the dataset's own text; `"expression"` is the bare expression of an arithmetic dataset,
     `4-1=`, for models too small for English. Only full marks count unless `partial_credit`: many graders give a
-    share of the mark to an answer that merely contains the right one.
+    share of the mark to an answer that merely contains the right one. With `num_tasks` the tasks to train on come again
+    after so many: task `index` has the prompt of `index % num_tasks`.
     """
 
     def __init__(
@@ -145,9 +146,10 @@ class ReasoningGymEnvironment:
         prompt: PromptForm = "question",
         name: str | None = None,
         partial_credit: bool = False,
+        num_tasks: int = 0,
     ) -> None:
         self._dataset, self._params, self._form = dataset, dict(params or {}), prompt
-        self._partial_credit = partial_credit
+        self._partial_credit, self._num_tasks = partial_credit, num_tasks
         self._name = name or dataset
         if not self._name or set("#:/") & set(self._name):
             raise UsageError(
@@ -180,6 +182,7 @@ class ReasoningGymEnvironment:
             "params": self._params,
             "prompt": self._form,
             "partial_credit": self._partial_credit,
+            "num_tasks": self._num_tasks,
         }
         return Digest(blake3(json.dumps(content, sort_keys=True).encode()).hexdigest())
 
@@ -189,6 +192,8 @@ class ReasoningGymEnvironment:
             raise UsageError(f"task index {index} is negative", remedy="Count tasks from 0.")
         mark = HELD_OUT_MARK if split == "held-out" else ""
         key = TaskKey(self._name + mark, seed, index)
+        if self._num_tasks and split == "train":
+            index %= self._num_tasks
         for attempt in range(MAX_ATTEMPTS):
             with _quiet_and_seeded(_draw(seed, index, attempt)):
                 entry = self._entry(seed, index, attempt)

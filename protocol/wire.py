@@ -48,19 +48,33 @@ def slot_key(message: common_pb2.Slot) -> SlotKey:
     return SlotKey(Version(message.version), task_key(message.task), message.sample)
 
 
+def piece_message(piece: Piece) -> common_pb2.Piece:
+    """The piece for the wire."""
+    return common_pb2.Piece(
+        node=piece.node,
+        version=piece.version,
+        start=piece.start,
+        token_ids=pack_ids(piece.token_ids),
+        logprobs=pack_logprobs(piece.logprobs),
+        signature=piece.signature,
+    )
+
+
+def piece_of(message: common_pb2.Piece) -> Piece:
+    """The piece that came over the wire. Raises `RolloutMalformedError`."""
+    return Piece(
+        node=PeerId(message.node),
+        version=Version(message.version),
+        start=message.start,
+        token_ids=unpack_ids(message.token_ids),
+        logprobs=unpack_logprobs(message.logprobs),
+        signature=message.signature,
+    )
+
+
 def rollout_message(rollout: Rollout) -> control_pb2.Rollout:
     """The rollout for the wire."""
-    pieces = [
-        common_pb2.Piece(
-            node=piece.node,
-            version=piece.version,
-            start=piece.start,
-            token_ids=pack_ids(piece.token_ids),
-            logprobs=pack_logprobs(piece.logprobs),
-            signature=piece.signature,
-        )
-        for piece in rollout.pieces
-    ]
+    pieces = [piece_message(piece) for piece in rollout.pieces]
     return control_pb2.Rollout(slot=slot_message(rollout.slot), pieces=pieces, finish_reason=rollout.finish_reason)
 
 
@@ -73,18 +87,7 @@ def rollout_of(message: control_pb2.Rollout) -> Rollout:
     num_bytes = max(sum(len(p.token_ids) for p in message.pieces), sum(len(p.logprobs) for p in message.pieces))
     if num_bytes > MAX_COMPLETION_BYTES:
         raise RolloutMalformedError(f"the rollout for slot {slot} was refused", why="it is longer than any run allows")
-    pieces = tuple(
-        Piece(
-            node=PeerId(piece.node),
-            version=Version(piece.version),
-            start=piece.start,
-            token_ids=unpack_ids(piece.token_ids),
-            logprobs=unpack_logprobs(piece.logprobs),
-            signature=piece.signature,
-        )
-        for piece in message.pieces
-    )
-    return Rollout(slot, pieces, reasons[message.finish_reason])
+    return Rollout(slot, tuple(piece_of(piece) for piece in message.pieces), reasons[message.finish_reason])
 
 
 def sample_message(sample: TrainSample) -> control_pb2.TrainSample:

@@ -10,10 +10,12 @@ from typing import assert_never
 from coordinator.core import facts as f
 from coordinator.core.state import (
     Batch,
+    DeadLetter,
     Group,
     Invite,
     Lease,
     Node,
+    Prefix,
     Retired,
     Round,
     Slot,
@@ -38,6 +40,18 @@ MAX_CREDIT = 1 << 16
 MAX_EVALUATIONS_DUE = 8
 """Evaluations that nobody could do are forgotten, oldest first."""
 
+MAX_DEAD_LETTERS = 100
+
+FAILURE_ALPHA = 0.1
+"""Weight of the newest slot in a node's share of failures (an exponential moving average)."""
+
+RATE_WINDOW_MS, RATE_ALPHA = 5_000, 0.3
+"""A node's rate is measured over windows of this length, and averaged over them with this weight of the newest."""
+
+MIN_WINDOW_MS = 500
+
+LENGTH_ALPHA = 0.01
+
 
 def apply(state: State, fact: f.Fact) -> None:
     """Changes `state` to what it is after `fact`."""
@@ -61,8 +75,23 @@ def apply(state: State, fact: f.Fact) -> None:
             _commit(state, fact)
         case f.LeaseGranted():
             _grant(state, fact)
+        case f.BlockBegun():
+            state.ahead = list(fact.indices)
+            state.next_index = max(fact.indices) + 1
+        case f.LengthLearned():
+            _learn_length(state, fact)
+        case f.LeaseExtended():
+            state.leases[fact.lease_id].deadline_ms = fact.deadline_ms
         case f.LeaseClosed():
             _close(state, fact)
+        case f.SlotMoved():
+            _slot(state, fact.slot).prefix = Prefix(fact.segments, fact.edge)
+        case f.PrefixDropped():
+            _slot(state, fact.slot).prefix = None
+        case f.SlotFailed():
+            _fail(state, fact)
+        case f.SlotCancelled():
+            _cancel(state, fact)
         case f.SlotGivenBack():
             _give_back(state, fact)
         case f.RolloutAccepted():
@@ -111,7 +140,10 @@ def _grant(state: State, fact: f.LeaseGranted) -> None:
     for opened in fact.opened:
         index = opened.task.index
         state.groups[index] = Group(opened.task, opened.version, [Slot() for _ in range(opened.num_slots)])
-        state.next_index = index + 1
+        if index in state.ahead:
+            state.ahead.remove(index)
+        else:
+            state.next_index = index + 1
         state.num_issued += opened.num_slots
         state.tally["waiting"] += opened.num_slots
         for sample in range(opened.num_slots):
@@ -122,27 +154,70 @@ def _grant(state: State, fact: f.LeaseGranted) -> None:
         slot = _slot(state, key)
         _move(state, slot, "leased")
         slot.lease_id = fact.lease_id
-    state.leases[fact.lease_id] = Lease(fact.peer_id, fact.deadline_ms, sorted(claimed))
-    state.nodes[fact.peer_id].num_leased += len(claimed)
+    state.leases[fact.lease_id] = Lease(fact.peer_id, fact.deadline_ms, sorted(claimed), fact.granted_ms)
+    node = state.nodes[fact.peer_id]
+    if node.num_leased == 0:
+        node.window_ms, node.window_tokens = fact.granted_ms, 0
+    node.num_leased += len(claimed)
     state.claims["granted"] += len(claimed)
     state.claims["open"] += len(claimed)
 
 
 def _close(state: State, fact: f.LeaseClosed) -> None:
-    if fact.how == "expired":
-        lease = state.leases[fact.lease_id]
+    lease = state.leases[fact.lease_id]
+    is_fault = fact.is_fault or fact.how == "expired"
+    if is_fault:
         node = state.nodes[lease.peer_id]
-        node.credit, node.num_late = max(0, node.credit - len(lease.slots)), node.num_late + 1
-    for place in list(state.leases[fact.lease_id].slots):
+        node.credit = max(0, node.credit - len(lease.slots))
+    for place in list(lease.slots):
         _end_claim(state, fact.lease_id, place, how=fact.how)
         _wait_again(state, place)
+        if is_fault:
+            node.failure += FAILURE_ALPHA * (1 - node.failure)
+            slot = state.groups[place[0]].slots[place[1]]
+            slot.num_tries, slot.failed_by = slot.num_tries + 1, lease.peer_id
     del state.leases[fact.lease_id]
+
+
+def _fail(state: State, fact: f.SlotFailed) -> None:
+    slot = _slot(state, fact.slot)
+    assert slot.status == "waiting"
+    state.waiting.remove((fact.slot.task.index, fact.slot.sample))
+    _end(state, fact.slot, "failed")
+    version = state.versions[-1].version
+    state.dead_letters = [*state.dead_letters, DeadLetter(fact.slot, fact.reason, version)][-MAX_DEAD_LETTERS:]
+
+
+def _cancel(state: State, fact: f.SlotCancelled) -> None:
+    place = (fact.slot.task.index, fact.slot.sample)
+    if fact.lease_id is None:
+        state.waiting.remove(place)
+    else:
+        _end_claim(state, fact.lease_id, place, how="returned")
+    _end(state, fact.slot, "dropped")
+
+
+def _end(state: State, key: SlotKey, status: Status) -> None:
+    """A slot ends without a rollout; its group may be complete by that."""
+    slot = _slot(state, key)
+    _move(state, slot, status)
+    slot.lease_id = slot.prefix = None
+    if state.groups[key.task.index].is_complete:
+        insort(state.complete, key.task.index)
+
+
+def _learn_length(state: State, fact: f.LengthLearned) -> None:
+    start = 4 * fact.entry
+    if len(state.lengths) < start + 4:
+        state.lengths.extend(bytes(start + 4 - len(state.lengths)))
+    state.lengths[start : start + 4] = min(fact.num_tokens, 2**32 - 1).to_bytes(4, "little")
 
 
 def _give_back(state: State, fact: f.SlotGivenBack) -> None:
     place = (fact.slot.task.index, fact.slot.sample)
     _end_claim(state, fact.lease_id, place, how="returned")
     _wait_again(state, place)
+    _slot(state, fact.slot).prefix = None
     state.num_stale_returns += 1
 
 
@@ -165,12 +240,28 @@ def _accept(state: State, fact: f.RolloutAccepted) -> None:
     _end_claim(state, fact.lease_id, (fact.slot.task.index, fact.slot.sample), how="filled")
     slot = _slot(state, fact.slot)
     _move(state, slot, "accepted")
-    slot.lease_id, slot.peer_id = None, fact.peer_id
+    num_tokens = sum(length for _, length in fact.segments)
+    num_given = slot.prefix.num_tokens if slot.prefix else 0
+    slot.lease_id, slot.peer_id, slot.prefix = None, fact.peer_id, None
     slot.digest, slot.segments = fact.digest, fact.segments
     node = state.nodes[fact.peer_id]
     node.num_accepted += 1
-    node.credit, node.num_late = min(node.credit + 1, MAX_CREDIT), 0
-    node.num_tokens += sum(length for _, length in fact.segments)
+    node.credit = min(node.credit + 1, MAX_CREDIT)
+    node.failure -= FAILURE_ALPHA * node.failure
+    node.num_tokens += num_tokens
+    _measure(node, num_tokens - num_given, now_ms=fact.accepted_ms)
+    state.mean_length += (num_tokens - state.mean_length) * (LENGTH_ALPHA if state.mean_length else 1.0)
+
+
+def _measure(node: Node, num_tokens: int, *, now_ms: int) -> None:
+    """Adds tokens to the node's open window; closes it when it is long enough, or the node has no more to do."""
+    node.window_tokens += num_tokens
+    length_ms = now_ms - node.window_ms
+    if length_ms < RATE_WINDOW_MS and (node.num_leased or length_ms < MIN_WINDOW_MS):
+        return
+    rate = node.window_tokens * 1000 / length_ms
+    node.rate += (rate - node.rate) * (RATE_ALPHA if node.rate else 1.0)
+    node.window_ms, node.window_tokens = now_ms, 0
 
 
 def _reward(state: State, fact: f.RewardRecorded) -> None:
@@ -187,6 +278,7 @@ def _drop_group(state: State, fact: f.GroupDropped) -> None:
             _move(state, slot, "dropped" if fact.reason == "stale" else "filtered")
     state.complete.remove(fact.index)
     state.num_groups_dropped += 1
+    state.num_filtered_in_row += fact.reason == "no_variance"
     _retire(state, fact.index)
 
 
@@ -228,6 +320,7 @@ def _commit(state: State, fact: f.VersionCommitted) -> None:
     state.roots[fact.version] = fact.root
     if state.batch is not None and state.round is not None:
         _train(state, state.batch, state.round)
+    state.num_filtered_in_row = 0
     state.roots = {version: root for version, root in state.roots.items() if version >= fact.keep_from}
     state.retired = {i: group for i, group in state.retired.items() if group.at_version >= fact.keep_from}
     if fact.evaluate:

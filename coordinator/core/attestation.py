@@ -13,6 +13,7 @@ from coordinator.core.effects import AnnounceVersion
 from coordinator.core.events import BaseRegistered, RoundFailed, VersionAttested
 from coordinator.core.facts import VersionCommitted
 from coordinator.core.metrics import batch_metrics
+from coordinator.core.returns import cancel_stale
 from coordinator.core.rounds import abort
 from coordinator.core.shares import num_live_tokens
 from coordinator.core.soft import Attestation
@@ -66,6 +67,7 @@ def _judge(turn: Turn, round_: Round, batch: Batch) -> None:
     body = next(iter(words.values())).body
     metrics = {**_mean_metrics(words), **batch_metrics(turn.state, batch)}
     _commit(turn, body, round_id=round_.round_id, metrics=metrics, groups=batch.groups)
+    cancel_stale(turn)
 
 
 def fail(turn: Turn, event: RoundFailed) -> None:

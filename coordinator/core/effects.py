@@ -33,6 +33,14 @@ class CancelLeases:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelSlots:
+    """Tell a node to stop working on single slots."""
+
+    peer_id: PeerId
+    slots: tuple[SlotKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SendPlan:
     """Sign the plan of a sealed round and send it to its members; `remaining_s` is the time until its deadline."""
 
@@ -70,4 +78,6 @@ class RequestEvaluation:
     version: Version
 
 
-Effect = AssignRole | ScoreRollout | CancelLeases | SendPlan | AbortRound | AnnounceVersion | RequestEvaluation
+Effect = (
+    AssignRole | ScoreRollout | CancelLeases | CancelSlots | SendPlan | AbortRound | AnnounceVersion | RequestEvaluation
+)

@@ -9,7 +9,7 @@ import math
 from coordinator.core.effects import RequestEvaluation
 from coordinator.core.events import EvaluationScored
 from coordinator.core.facts import EvaluationRecorded
-from coordinator.core.roster import live_in_role
+from coordinator.core.live import live_in_role
 from coordinator.core.soft import AskedEvaluation
 from coordinator.core.turn import Turn
 from protocol.ids import PeerId, Version

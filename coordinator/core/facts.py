@@ -17,7 +17,7 @@ from protocol.round import Member, Shard
 from protocol.run import Role
 
 AbortReason = Literal["RESTART", "MEMBER_LOST", "MEMBER_RESTARTED", "DEADLINE", "FAILED", "DIVERGED"]
-DropReason = Literal["stale", "too_few_rewards"]
+DropReason = Literal["stale", "too_few_rewards", "no_variance"]
 LeaseEnd = Literal["filled", "expired", "returned"]
 
 
@@ -96,6 +96,25 @@ class OpenedGroup:
     version: Version
     num_slots: int
 
+    def key(self, sample: int) -> SlotKey:
+        """The name of a slot."""
+        return SlotKey(self.version, self.task, sample)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBegun:
+    """The next tasks of an epoch, in the order in which they shall be opened: longest first."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLearned:
+    """Median length of a task's completions, in tokens. `entry` is its place in the epoch."""
+
+    entry: int
+    num_tokens: int
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
@@ -106,14 +125,61 @@ class LeaseGranted:
     slots: tuple[SlotKey, ...]
     opened: tuple[OpenedGroup, ...]
     deadline_ms: int
+    granted_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseExtended:
+    """The slots of a lease make progress: it ends later."""
+
+    lease_id: LeaseId
+    deadline_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseClosed:
-    """A lease ended; its unfilled slots wait for another node. A lost node's leases count as expired."""
+    """A lease ended; its unfilled slots wait for another node. A lost node's leases count as expired. `is_fault` says
+    whether that speaks against the node and counts as a try of its slots."""
 
     lease_id: LeaseId
     how: LeaseEnd
+    reason: str = ""
+    is_fault: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMoved:
+    """A slot that waits again keeps what was received of it: whoever fills it goes on from there. `segments` are
+    (version, number of tokens), `edge` is the digest after the last piece."""
+
+    slot: SlotKey
+    segments: tuple[tuple[Version, int], ...]
+    edge: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixDropped:
+    """A slot that waits starts anew: what was received of it is too old, or cannot be trusted, or is gone."""
+
+    slot: SlotKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFailed:
+    """A waiting slot was tried too often: it ends without a reward, as a dead letter."""
+
+    slot: SlotKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCancelled:
+    """A running slot is dropped before its end, since at the cut it would be too old. `lease_id` is None where it
+    waits."""
+
+    slot: SlotKey
+    lease_id: LeaseId | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +268,15 @@ Fact = (
     | NodeLost
     | TrainersFailed
     | VersionCommitted
+    | BlockBegun
+    | LengthLearned
     | LeaseGranted
+    | LeaseExtended
     | LeaseClosed
+    | SlotMoved
+    | PrefixDropped
+    | SlotFailed
+    | SlotCancelled
     | SlotGivenBack
     | RolloutAccepted
     | RewardRecorded

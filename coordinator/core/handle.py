@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
-from coordinator.core import attestation, evaluation, invites, leases, ledger, roster, rounds
+from coordinator.core import attestation, evaluation, invites, leases, ledger, returns, roster, rounds
 from coordinator.core import events as e
 from coordinator.core.apply import apply
 from coordinator.core.books import Books, books
@@ -24,6 +24,9 @@ from coordinator.core.turn import Turn
 from coordinator.core.waits import waiting_for
 from protocol.errors import HexcombError
 from protocol.ids import PeerId, RoundId
+
+ROLES_AT_ONCE = 256
+"""Up to so many living nodes roles are looked at with each event that may change them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Core:
             if turn.facts:
                 raise AssertionError(f"{type(event).__name__} was refused after it was decided") from refusal
             raise
-        _move_on(turn)
+        _move_on(turn, event)
         return Decision(reply, tuple(turn.facts), tuple(turn.effects))
 
     def replay(self, facts: Iterable[Fact]) -> None:
@@ -100,6 +103,10 @@ def _decide(turn: Turn, event: e.Event) -> Reply:
             attestation.register_base(turn, event)
         case e.LeaseReturned():
             leases.return_lease(turn, event)
+        case e.PiecesReceived():
+            returns.take_progress(turn, event)
+        case e.PrefixLost():
+            returns.lose_prefix(turn, event)
         case e.RolloutScored():
             ledger.score(turn, event)
         case e.VersionAttested():
@@ -126,8 +133,25 @@ def _start(turn: Turn) -> None:
     ledger.ask_for_scores(turn)
 
 
-def _move_on(turn: Turn) -> None:
-    if turn.soft.roles_dirty:
+def _move_on(turn: Turn, event: e.Event) -> None:
+    """What waits may go on now. With thousands of nodes a look at all of them is too dear for every event: roles wait
+    for the timer then, and events that cannot matter to a round do not make it look."""
+    is_timer = isinstance(event, e.TimerFired)
+    had_roles = turn.soft.roles_dirty
+    if had_roles and (is_timer or len(turn.soft.live) <= ROLES_AT_ONCE):
         roster.assign_roles(turn)
-    rounds.advance(turn)
-    evaluation.request(turn)
+    if is_timer or had_roles or _may_matter(turn, event):
+        rounds.advance(turn)
+        evaluation.request(turn)
+
+
+def _may_matter(turn: Turn, event: e.Event) -> bool:
+    match event:
+        case e.NodeSeen(peer_id=peer_id):
+            return turn.state.roles.get(peer_id) == "trainer"
+        case e.RolloutScored():
+            return turn.state.round is None and len(turn.state.complete) >= turn.rules.spec.groups_per_batch
+        case e.WorkRequested() | e.RolloutSubmitted() | e.LeaseReturned() | e.PiecesReceived() | e.PrefixLost():
+            return False
+        case _:
+            return True

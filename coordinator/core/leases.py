@@ -7,11 +7,15 @@ for a node go out before new groups open.
 
 import math
 
+from coordinator.core.demand import allowed_now, note_served
 from coordinator.core.effects import CancelLeases
 from coordinator.core.events import LeaseReturned, WorkRequested
-from coordinator.core.facts import LeaseClosed, LeaseGranted, OpenedGroup
+from coordinator.core.facts import LeaseGranted, OpenedGroup, PrefixDropped
+from coordinator.core.live import is_live
+from coordinator.core.opening import open_groups
+from coordinator.core.pace import lease_span_ms, part_of
 from coordinator.core.replies import Grant
-from coordinator.core.roster import is_live, live_in_role
+from coordinator.core.returns import close_lease
 from coordinator.core.turn import Turn
 from protocol.errors import (
     LeaseUnknownError,
@@ -21,13 +25,14 @@ from protocol.errors import (
     VersionTooOldError,
     WorkRefusedError,
 )
-from protocol.ids import LeaseId, PeerId, SlotKey, TaskKey, Version
+from protocol.ids import LeaseId, PeerId, SlotKey, Version
 from protocol.lag import capacity, is_fresh
 
 FIRST_GROUPS = 4
 """Groups' worth of slots that a node may hold before it has filled any."""
 
-MAX_HALVINGS = 20
+OTHERS_MS = 10_000
+"""A node gets a slot again that it failed to fill only if no other node asked for work for so long."""
 
 
 def request_work(turn: Turn, event: WorkRequested) -> Grant:
@@ -38,22 +43,34 @@ def request_work(turn: Turn, event: WorkRequested) -> Grant:
     """
     _check_node(turn, event)
     _check_version(turn, event)
-    wanted = min(event.num_slots, _allowance(turn, event.peer_id))
-    group_size = turn.rules.spec.group_size
-    old = _waiting_slots(turn, version=event.version, limit=wanted)
-    num_new = min(math.ceil((wanted - len(old)) / group_size), spare_groups(turn, version=event.version))
-    opened = tuple(_new_group(turn, event.version, offset) for offset in range(max(0, num_new)))
-    new = [SlotKey(group.version, group.task, sample) for group in opened for sample in range(group_size)]
-    slots = tuple([*old, *new][: max(0, wanted)])
-    if not slots or event.lease_id in turn.state.leases:
+    slots, opened = ((), ()) if event.lease_id in turn.state.leases else _choose(turn, event)
+    if not slots:
         raise NoWorkError(
             "there is no work now",
             why="as many groups are under way as the lag bound allows, or the node holds its share",
             remedy="Ask again in a moment.",
         )
-    deadline_ms = turn.now_ms + round(turn.rules.spec.lease_s * 1000)
-    turn.emit(LeaseGranted(event.lease_id, event.peer_id, slots, opened, deadline_ms))
+    _drop_stale_prefixes(turn, slots)
+    deadline_ms = turn.now_ms + lease_span_ms(turn, event.peer_id, tuple(slot.task for slot in slots))
+    turn.emit(LeaseGranted(event.lease_id, event.peer_id, slots, opened, deadline_ms, turn.now_ms))
     return Grant(event.lease_id, slots, deadline_ms)
+
+
+def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tuple[OpenedGroup, ...]]:
+    """The slots for a wish, and the groups to open for them. Emits nothing if there are none."""
+    _note_asker(turn, event.peer_id)
+    group_size = turn.rules.spec.group_size
+    wanted = max(0, min(event.num_slots, _allowance(turn, event.peer_id)))
+    old = _waiting_slots(turn, event.peer_id, version=event.version)
+    num_spare = max(0, spare_groups(turn, version=event.version))
+    num_there = len(old) + num_spare * group_size
+    count = allowed_now(turn, event.peer_id, num_wanted=wanted, num_there=num_there)
+    note_served(turn, event.peer_id, num_wanted=wanted, num_got=count)
+    old = old[:count]
+    num_new = min(math.ceil((count - len(old)) / group_size), num_spare)
+    opened = open_groups(turn, event.peer_id, version=event.version, count=num_new)
+    new = [group.key(sample) for group in opened for sample in range(group_size)]
+    return tuple([*old, *new][:count]), opened
 
 
 def return_lease(turn: Turn, event: LeaseReturned) -> None:
@@ -61,7 +78,7 @@ def return_lease(turn: Turn, event: LeaseReturned) -> None:
     lease = turn.state.leases.get(event.lease_id)
     if lease is None or lease.peer_id != event.peer_id:
         raise unknown_lease(event.lease_id)
-    turn.emit(LeaseClosed(event.lease_id, "returned"))
+    close_lease(turn, event.lease_id, "returned", reason=event.reason, is_fault=event.is_fault)
 
 
 def expire_leases(turn: Turn) -> None:
@@ -69,7 +86,7 @@ def expire_leases(turn: Turn) -> None:
     late = [(key, lease.peer_id) for key, lease in turn.state.leases.items() if turn.now_ms >= lease.deadline_ms]
     by_peer: dict[PeerId, list[LeaseId]] = {}
     for lease_id, peer_id in late:
-        turn.emit(LeaseClosed(lease_id, "expired"))
+        close_lease(turn, lease_id, "expired", reason="its deadline passed", is_fault=True)
         by_peer.setdefault(peer_id, []).append(lease_id)
     for peer_id, lease_ids in by_peer.items():
         if peer_id in turn.soft.live:
@@ -138,35 +155,45 @@ def _check_version(turn: Turn, event: WorkRequested) -> None:
 
 def _allowance(turn: Turn, peer_id: PeerId) -> int:
     """Slots that the node may take on top of what it holds, so that no node sits on all the work: its part, by the rate
-    that it claims, of all slots that may be under way, but at least one group; and no more than it has earned: a few
-    groups at first, one slot more for each one filled, half of it all for each lease that ran out since the last."""
-    spec, soft = turn.rules.spec, turn.soft
-    peers = live_in_role(turn, "rollout")
-    rates = {
-        peer: max(known.decode_tokens_per_s, 0.0) if (known := soft.capabilities.get(peer)) else 0.0 for peer in peers
-    }
-    total = sum(rates.values())
-    part = rates[peer_id] / total if total > 0 else 1 / len(peers)
+    that is known of it, of all slots that may be under way, but at least one group; and no more than it has earned: a
+    few groups at first, one slot more for each one filled, less the share that it fails to fill."""
+    spec, node = turn.rules.spec, turn.state.nodes[peer_id]
     num_groups = min(turn.rules.max_concurrent, (turn.max_lag + 1) * spec.groups_per_batch)
-    most = max(spec.group_size, math.ceil(part * num_groups * spec.group_size))
-    node = turn.state.nodes[peer_id]
-    earned = (FIRST_GROUPS * spec.group_size + node.credit) >> min(node.num_late, MAX_HALVINGS)
-    return min(most, max(1, earned)) - node.num_leased
+    most = max(spec.group_size, math.ceil(part_of(turn, peer_id) * num_groups * spec.group_size))
+    earned = (FIRST_GROUPS * spec.group_size + node.credit) * (1 - node.failure)
+    return min(most, max(1, round(earned))) - node.num_leased
 
 
-def _waiting_slots(turn: Turn, *, version: Version, limit: int) -> list[SlotKey]:
-    """Oldest first; a slot opened under a newer version than the node's is not for this node."""
+def _note_asker(turn: Turn, peer_id: PeerId) -> None:
+    kept = [asker for asker in turn.soft.askers if asker[0] != peer_id]
+    turn.soft.askers = (*kept[-1:], (peer_id, turn.now_ms))
+
+
+def _has_others(turn: Turn, peer_id: PeerId) -> bool:
+    return any(peer != peer_id and turn.now_ms - at_ms < OTHERS_MS for peer, at_ms in turn.soft.askers)
+
+
+def _waiting_slots(turn: Turn, peer_id: PeerId, *, version: Version) -> list[SlotKey]:
+    """Oldest first; a slot opened under a newer version than the node's is not for this node, and one that it failed
+    to fill goes to another that wants work."""
     found: list[SlotKey] = []
+    has_others = _has_others(turn, peer_id)
     for index, sample in turn.state.waiting:
-        if len(found) >= limit:
-            break
         group = turn.state.groups[index]
-        if group.version <= version:
+        slot = group.slots[sample]
+        newest = slot.prefix.segments[-1][0] if slot.prefix else group.version
+        if newest <= version and not (has_others and slot.failed_by == peer_id):
             found.append(group.key(sample))
     return found
 
 
-def _new_group(turn: Turn, version: Version, offset: int) -> OpenedGroup:
-    spec = turn.rules.spec
-    task = TaskKey(spec.environment.name, spec.seed, turn.state.next_index + offset)
-    return OpenedGroup(task, version, spec.group_size)
+def _drop_stale_prefixes(turn: Turn, slots: tuple[SlotKey, ...]) -> None:
+    """Tokens that are too old to be trained on are not worth going on from."""
+    head = turn.require_head().version
+    for key in slots:
+        slot = turn.state.find(key)
+        if slot is None or slot.prefix is None:
+            continue
+        newest = slot.prefix.segments[-1][0]
+        if not is_fresh(v_train=head, v_token=newest, max_lag=turn.max_lag):
+            turn.emit(PrefixDropped(key, f"its newest token is of version {newest}"))

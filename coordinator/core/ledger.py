@@ -1,23 +1,21 @@
 """Gate 2: which filled slots are accepted, and what their rewards make of their groups. Pure.
 
 Invariants: a slot is filled once, by the node that holds it under an open lease; the same rollout again from the same
-node is a DUPLICATE and changes nothing; a group with fewer than two rewards is dropped.
+node is a DUPLICATE and changes nothing; a slot that moved is filled only by what goes on from its prefix.
 """
 
 import math
 
 from coordinator.core.effects import ScoreRollout
 from coordinator.core.events import RolloutScored, RolloutSubmitted
-from coordinator.core.facts import GroupDropped, LeaseClosed, RewardRecorded, RolloutAccepted, SlotGivenBack
+from coordinator.core.facts import LeaseClosed, RewardRecorded, RolloutAccepted, SlotGivenBack
 from coordinator.core.leases import unknown_lease
 from coordinator.core.replies import Receipt
+from coordinator.core.returns import settle
 from coordinator.core.turn import Turn
 from protocol.errors import RolloutConflictError, RolloutMalformedError, VersionFromFutureError
 from protocol.ids import Digest, PeerId, SlotKey, Version
 from protocol.lag import is_fresh
-
-MIN_REWARDS = 2
-"""A group's mean over fewer members says nothing."""
 
 
 def submit(turn: Turn, event: RolloutSubmitted) -> Receipt:
@@ -38,6 +36,8 @@ def submit(turn: Turn, event: RolloutSubmitted) -> Receipt:
         )
     _check_lease(turn, event)
     head = _check_segments(turn, event)
+    _check_prefix(turn, event)
+    turn.soft.progress.pop((event.slot.task.index, event.slot.sample), None)
     newest = event.segments[-1][0]
     if not is_fresh(v_train=head, v_token=newest, max_lag=turn.max_lag):
         turn.emit(SlotGivenBack(event.lease_id, event.slot))
@@ -57,9 +57,7 @@ def score(turn: Turn, event: RolloutScored) -> None:
         return
     reward = event.reward if event.reward is not None and math.isfinite(event.reward) else None
     turn.emit(RewardRecorded(event.slot, reward))
-    group = turn.state.groups[event.slot.task.index]
-    if group.is_complete and len(group.rewards) < MIN_REWARDS:
-        turn.emit(GroupDropped(event.slot.task.index, "too_few_rewards"))
+    settle(turn, event.slot.task.index)
 
 
 def ask_for_scores(turn: Turn) -> None:
@@ -108,6 +106,16 @@ def _check_segments(turn: Turn, event: RolloutSubmitted) -> Version:
             why=f"it has tokens of version {versions[-1]}, and the newest version is {head}",
         )
     return head
+
+
+def _check_prefix(turn: Turn, event: RolloutSubmitted) -> None:
+    slot = turn.state.find(event.slot)
+    if slot is not None and slot.prefix is not None and slot.prefix.edge not in event.edges:
+        raise RolloutMalformedError(
+            f"the rollout for slot {event.slot} was refused",
+            why="it does not go on from the pieces that came with its lease",
+            remedy="Hand in those pieces as they came, and then what was sampled after them.",
+        )
 
 
 def _close_if_done(turn: Turn, event: RolloutSubmitted) -> None:

@@ -6,14 +6,14 @@ heartbeats and `RETURN_MS` to come back.
 """
 
 from coordinator.core.apply import STRIKES_TO_FAIL
-from coordinator.core.effects import AssignRole, CancelLeases
+from coordinator.core.effects import AssignRole
 from coordinator.core.events import CapabilityLearned, NodeSeen, SessionEnded
-from coordinator.core.facts import LeaseClosed, LeaseEnd, NodeLost, RoleGiven
+from coordinator.core.facts import NodeLost, RoleGiven
+from coordinator.core.returns import close_leases_of
 from coordinator.core.roles import Candidate, decide_roles
 from coordinator.core.soft import Sighting
 from coordinator.core.turn import Turn
 from protocol.ids import PeerId
-from protocol.run import Role
 
 HEARTBEATS_TO_LOSS = 3
 HEARTBEATS_AFTER_BREAK = 2
@@ -86,17 +86,8 @@ def _lose(turn: Turn, peer_id: PeerId, reason: str) -> None:
     turn.soft.tardy.discard(peer_id)
     turn.soft.roles_dirty = True
     if peer_id in turn.state.roles:
-        close_leases_of(turn, peer_id, how="expired")
+        close_leases_of(turn, peer_id, "expired", reason=f"the node was lost: {reason}", is_fault=True)
         turn.emit(NodeLost(peer_id, reason))
-
-
-def close_leases_of(turn: Turn, peer_id: PeerId, *, how: LeaseEnd) -> None:
-    """Takes all leases of a node back, and tells it if it is alive."""
-    held = tuple(key for key, lease in turn.state.leases.items() if lease.peer_id == peer_id)
-    for lease_id in held:
-        turn.emit(LeaseClosed(lease_id, how))
-    if held and peer_id in turn.soft.live:
-        turn.ask(CancelLeases(peer_id, held))
 
 
 def assign_roles(turn: Turn) -> None:
@@ -124,7 +115,7 @@ def assign_roles(turn: Turn) -> None:
     )
     for peer_id, given in changes.items():
         if given.role != "rollout":
-            close_leases_of(turn, peer_id, how="returned")
+            close_leases_of(turn, peer_id, "returned", reason="its role changed", is_fault=False)
         turn.emit(RoleGiven(peer_id, given.role, given.reason))
         turn.ask(AssignRole(peer_id, given.role, given.reason))
 
@@ -134,13 +125,3 @@ def _may_begin(turn: Turn, num_known: int) -> bool:
     expected = turn.rules.expected_nodes
     settled = turn.now_ms - turn.soft.newcomer_ms >= turn.rules.settle_s * 1000
     return num_known >= max(1, expected) or (num_known >= 2 and settled)
-
-
-def is_live(turn: Turn, peer_id: PeerId, *, role: Role) -> bool:
-    """Whether the node is alive in that role."""
-    return peer_id in turn.soft.live and turn.state.roles.get(peer_id) == role
-
-
-def live_in_role(turn: Turn, role: Role) -> list[PeerId]:
-    """The living nodes of a role, by peer id."""
-    return sorted(peer for peer, given in turn.state.roles.items() if given == role and peer in turn.soft.live)

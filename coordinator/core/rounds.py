@@ -7,11 +7,12 @@ that is absent, slow or accused delays an attempt by a bounded time and is then 
 
 from coordinator.core.effects import AbortRound, SendPlan
 from coordinator.core.facts import AbortReason, GroupDropped, RoundAborted, RoundSealed, SlotDropped, TrainersFailed
-from coordinator.core.roster import is_live, live_in_role
+from coordinator.core.live import is_live, live_in_role
 from coordinator.core.shares import divide, num_live_tokens
-from coordinator.core.state import Batch, Round
+from coordinator.core.state import Batch, Round, Slot
 from coordinator.core.turn import Turn
-from protocol.ids import PeerId, RoundId, SlotKey
+from protocol.ids import PeerId, RoundId, SlotKey, Version
+from protocol.lag import is_fresh
 from protocol.round import Member, split_evenly
 
 PATIENCE_MS = 5_000
@@ -88,10 +89,31 @@ def _seal_if_possible(turn: Turn) -> None:
     if not peers:
         return _watch_stall(turn)
     turn.soft.stalled_since_ms = None
+    if state.batch is None and must_wait(turn):
+        return None
     batch = state.batch or _cut(turn)
     if batch is not None:
         _seal(turn, batch, peers)
     return None
+
+
+def must_wait(turn: Turn) -> bool:
+    """Under the policy `wait`: whether a slot is under way whose tokens would be over the bound for the update after
+    this one. It is waited for as long as a lease may last, so that no node can stop the run; then its old tokens are
+    masked."""
+    soft, spec = turn.soft, turn.rules.spec
+    after = Version(turn.require_head().version + 1)
+    if spec.staleness != "wait" or not any(
+        slot.status in ("waiting", "leased", "accepted")
+        for group in turn.state.groups.values()
+        if not is_fresh(v_train=after, v_token=group.version, max_lag=turn.max_lag)
+        for slot in group.slots
+    ):
+        soft.old_slots_since_ms = None
+        return False
+    if soft.old_slots_since_ms is None:
+        soft.old_slots_since_ms = turn.now_ms
+    return turn.now_ms - soft.old_slots_since_ms < round(spec.lease_s * 1000)
 
 
 def _watch_stall(turn: Turn) -> None:
@@ -136,7 +158,7 @@ def _cut(turn: Turn) -> Batch | None:
     version, num_groups = turn.require_head().version, turn.rules.spec.groups_per_batch
     chosen: list[int] = []
     num_tokens = 0
-    for index in list(turn.state.complete):
+    for index in sorted(turn.state.complete, key=lambda index: (turn.state.groups[index].version, index)):
         live = _num_live(turn, index)
         if live == 0:
             turn.emit(GroupDropped(index, "stale"))
@@ -149,9 +171,13 @@ def _cut(turn: Turn) -> Batch | None:
 
 
 def _num_live(turn: Turn, index: int) -> int:
-    version = turn.require_head().version
     slots = (slot for slot in turn.state.groups[index].slots if slot.status == "scored")
-    return sum(num_live_tokens(slot, v_train=version, max_lag=turn.max_lag) for slot in slots)
+    return sum(_num_live_of(turn, slot) for slot in slots)
+
+
+def _num_live_of(turn: Turn, slot: Slot) -> int:
+    version, policy = turn.require_head().version, turn.rules.spec.staleness
+    return num_live_tokens(slot, v_train=version, max_lag=turn.max_lag, staleness=policy)
 
 
 def _seal(turn: Turn, batch: Batch, peers: tuple[PeerId, ...]) -> None:
@@ -199,7 +225,7 @@ def _reserve(turn: Turn, batch: Batch) -> list[SlotKey]:
         for sample, slot in enumerate(group.slots):
             if slot.status != wanted:
                 continue
-            if num_live_tokens(slot, v_train=batch.base_version, max_lag=batch.max_lag):
+            if wanted == "in_round" or _num_live_of(turn, slot):
                 keys.append(group.key(sample))
             else:
                 turn.emit(SlotDropped(group.key(sample)))

@@ -11,6 +11,7 @@ from coordinator.core.state import Group, Slot, State
 from protocol.errors import NotEnrolledError, RoundStaleError
 from protocol.ids import PeerId, RoundId, SlotKey, Version
 from protocol.lag import is_fresh
+from protocol.run import Staleness
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,11 @@ def live_mask(slot: Slot, *, v_train: Version, max_lag: int) -> tuple[bool, ...]
     return tuple(mask)
 
 
-def num_live_tokens(slot: Slot, *, v_train: Version, max_lag: int) -> int:
-    """Tokens of the slot that may contribute to the update from `v_train`."""
-    return sum(
-        length for version, length in slot.segments if is_fresh(v_train=v_train, v_token=version, max_lag=max_lag)
-    )
+def num_live_tokens(slot: Slot, *, v_train: Version, max_lag: int, staleness: Staleness = "mask_tokens") -> int:
+    """Tokens of the slot that may contribute to the update from `v_train`; where the policy is to drop whole rollouts,
+    none of one that has a token over the bound."""
+    fresh = [length for version, length in slot.segments if is_fresh(v_train=v_train, v_token=version, max_lag=max_lag)]
+    return sum(fresh) if staleness != "drop" or len(fresh) == len(slot.segments) else 0
 
 
 def advantage_of(group: Group, slot: Slot) -> float:

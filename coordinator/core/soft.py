@@ -6,7 +6,7 @@ a fact. Times are the coordinator's clock in milliseconds.
 
 from dataclasses import dataclass, field
 
-from coordinator.core.events import Capability, Presence
+from coordinator.core.events import Capability, Presence, SlotProgress
 from protocol.ids import Digest, PeerId, Version
 from protocol.manifest import Body
 
@@ -39,10 +39,21 @@ class AskedEvaluation:
 
 
 @dataclass(slots=True)
+class Hunger:
+    """What a node still wants: slots, when it last asked, and how many of those that are free are kept for it."""
+
+    num_wanted: int
+    asked_ms: int
+    num_allotted: int
+
+
+@dataclass(slots=True)
 class Soft:
     """`live` holds exactly the nodes that count as alive; `watched_ms` is when that was last judged, `thawed_ms` when
     the process last came out of a standstill. `tardy` trainers made a round wait in vain and are not waited for again
-    until they are ready. `attestations` belong to the open round, which dies with the process."""
+    until they are ready. `attestations` belong to the open round, which dies with the process. `progress` is how far
+    leased slots have come, by (group index, sample). `hungry` and `credits` are for sharing scarce work, `askers` the
+    last two nodes that asked for it and when, `totals` (when, sum of rates, number) of the rollout nodes."""
 
     started_ms: int | None = None
     watched_ms: int | None = None
@@ -57,3 +68,9 @@ class Soft:
     tardy: set[PeerId] = field(default_factory=set)
     attestations: dict[PeerId, Attestation] = field(default_factory=dict)
     asked: AskedEvaluation | None = None
+    progress: dict[tuple[int, int], SlotProgress] = field(default_factory=dict)
+    hungry: dict[PeerId, Hunger] = field(default_factory=dict)
+    credits: dict[PeerId, float] = field(default_factory=dict)
+    askers: tuple[tuple[PeerId, int], ...] = ()
+    totals: tuple[int, float, int] | None = None
+    old_slots_since_ms: int | None = None

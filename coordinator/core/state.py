@@ -44,9 +44,10 @@ class Invite:
 @dataclass(slots=True)
 class Node:
     """An enrolled key. `num_leased` counts the slots that it holds now. `credit` is the
-    slots that it filled less those that it let expire; `num_late` counts the leases that expired since it last filled
-    one. `num_strikes` counts
-    the attempts in a row that failed because of it; it is left out of rounds below version `left_out_until`."""
+    slots that it filled less those that it let expire. `failure` is the share of its slots that it failed to fill, as
+    a moving average. `rate` is what the coordinator measures of it, in tokens per second, by windows: the present one
+    began at `window_ms` and has brought `window_tokens` (0 = no window is open). `num_strikes` counts the attempts in a
+    row that failed because of it; it is left out of rounds below version `left_out_until`."""
 
     invite_id: InviteId
     invite_role: InviteRole
@@ -59,22 +60,40 @@ class Node:
     num_strikes: int = 0
     left_out_until: int = 0
     credit: int = 0
-    num_late: int = 0
+    failure: float = 0.0
+    rate: float = 0.0
+    window_ms: int = 0
+    window_tokens: int = 0
     num_losses: int = 0
 
 
 @dataclass(slots=True)
 class Lease:
-    """Permission of one node; `slots` are the (group index, sample) still unfilled."""
+    """Permission of one node; `slots` are the (group index, sample) still unfilled. `granted_ms` is when it began."""
 
     peer_id: PeerId
     deadline_ms: int
     slots: list[tuple[int, int]]
+    granted_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What was received of a slot before it moved: whoever fills it must go on from exactly this."""
+
+    segments: tuple[tuple[Version, int], ...]
+    edge: Digest
+
+    @property
+    def num_tokens(self) -> int:
+        """Its length."""
+        return sum(length for _, length in self.segments)
 
 
 @dataclass(slots=True)
 class Slot:
-    """One sample. `peer_id`, `digest` and `segments` are set once it is filled."""
+    """One sample. `peer_id`, `digest` and `segments` are set once it is filled. While it waits or runs, `prefix` is
+    what it goes on from, `num_tries` counts the nodes that failed it, and `failed_by` is the last of them."""
 
     status: Status = "waiting"
     lease_id: LeaseId | None = None
@@ -82,6 +101,9 @@ class Slot:
     digest: Digest | None = None
     segments: tuple[tuple[Version, int], ...] = ()
     reward: float | None = None
+    prefix: Prefix | None = None
+    num_tries: int = 0
+    failed_by: PeerId | None = None
 
 
 @dataclass(slots=True)
@@ -105,6 +127,15 @@ class Group:
     def is_complete(self) -> bool:
         """Whether every slot has come to an end or has its reward."""
         return all(slot.status not in ("waiting", "leased", "accepted") for slot in self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A slot that nobody could fill, why the last of them gave up, and the version at that time."""
+
+    slot: SlotKey
+    reason: str
+    at_version: Version
 
 
 @dataclass(slots=True)
@@ -161,7 +192,9 @@ class VersionRecord:
 @dataclass(slots=True)
 class State:
     """Everything hard. `versions` is the recent history, newest last; `roots` those that the lag rule still needs;
-    `lag_histogram` counts trained tokens by their lag."""
+    `lag_histogram` counts trained tokens by their lag. Tasks are opened by blocks of a batch: `ahead` are those of the
+    present block that are not open yet, `next_index` is where the next block begins. `lengths` holds, for each task of
+    an epoch, the median length of its last completions; `mean_length` is a moving average over all (tokens)."""
 
     epoch: int = 0
     invites: dict[InviteId, Invite] = field(default_factory=dict)
@@ -177,6 +210,9 @@ class State:
     evaluations_due: list[Version] = field(default_factory=list)
 
     next_index: int = 0
+    ahead: list[int] = field(default_factory=list)
+    lengths: bytearray = field(default_factory=bytearray)
+    mean_length: float = 0.0
     num_issued: int = 0
     groups: dict[int, Group] = field(default_factory=dict)
     retired: dict[int, Retired] = field(default_factory=dict)
@@ -193,7 +229,9 @@ class State:
     )
     num_groups_trained: int = 0
     num_groups_dropped: int = 0
+    num_filtered_in_row: int = 0
     num_stale_returns: int = 0
+    dead_letters: list[DeadLetter] = field(default_factory=list)
     num_tokens_trained: int = 0
     num_tokens_masked: int = 0
     lag_histogram: dict[int, int] = field(default_factory=dict)

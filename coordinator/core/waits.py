@@ -1,6 +1,6 @@
 """What the run waits for, in a word and a sentence, for the status page. Pure."""
 
-from coordinator.core.roster import live_in_role
+from coordinator.core.live import live_in_role
 from coordinator.core.rounds import is_ready
 from coordinator.core.turn import Turn
 
@@ -29,6 +29,8 @@ def waiting_for(turn: Turn) -> tuple[str, str]:
         if not rollouts:
             return "WAITING_FOR_ROLLOUT_NODES", f"No rollout node is alive; {have}."
         return "GENERATING", f"{have[0].upper()}{have[1:]}."
+    if turn.soft.old_slots_since_ms is not None:
+        return "WAITING_FOR_OLD_SLOTS", "Slots under way would be over the bound after the next version."
     num_ready = sum(is_ready(turn, peer) for peer in trainers)
     pinned = f", {turn.rules.num_trainers} are asked for" if turn.rules.num_trainers else ""
     return (

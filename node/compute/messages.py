@@ -2,7 +2,7 @@
 
 One compute child does one job: it probes the machine, then becomes a rollout engine or a trainer, and is replaced
 when the role changes. The daemon is a light process; torch lives only here. Requests have replies of the type that
-their docstring names; `SlotFilled` is an event without request.
+their docstring names; `SlotAdvanced` and `SlotFilled` are events without request.
 """
 
 import msgspec
@@ -27,7 +27,8 @@ class Probed(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartRollout(msgspec.Struct, tag=True, frozen=True):
-    """Become a rollout engine. `engine` is "auto", "vllm" or "transformers". Reply: `Started`."""
+    """Become a rollout engine. `engine` is "auto", "vllm" or "transformers". Tokens of slots under way come as events,
+    of at most `piece_tokens` tokens (0 = not at all) or `piece_s` seconds. Reply: `Started`."""
 
     engine: str
     model_dir: str
@@ -35,6 +36,8 @@ class StartRollout(msgspec.Struct, tag=True, frozen=True):
     weights: str
     environment: EnvironmentSpec
     contract: SamplingContract
+    piece_tokens: int = 0
+    piece_s: float = 1.0
 
 
 class StartTrainer(msgspec.Struct, tag=True, frozen=True):
@@ -67,11 +70,13 @@ class Started(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlotOrder(msgspec.Struct, frozen=True):
-    """One slot to fill. `prompt_ids` are the canonical prompt's, whose digest the daemon has checked."""
+    """One slot to fill. `prompt_ids` are the canonical prompt's, whose digest the daemon has checked; `prefix_ids` are
+    the tokens of its completion that others have sampled, and after which this engine goes on."""
 
     slot: str
     prompt_ids: tuple[int, ...]
     seed: int
+    prefix_ids: tuple[int, ...] = ()
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
@@ -81,8 +86,29 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     orders: tuple[SlotOrder, ...]
 
 
+class StopSlots(msgspec.Struct, tag=True, frozen=True):
+    """Stop working on these slots of a lease; those still running come as `SlotFilled` with the reason "abort". Reply:
+    `Done`."""
+
+    lease_id: str
+    slots: tuple[str, ...]
+
+
+class SlotAdvanced(msgspec.Struct, tag=True, frozen=True):
+    """New tokens of a slot that is under way (event), all from one version; `start` is the position of the first in the
+    completion, of which the order's prefix is a part."""
+
+    lease_id: str
+    slot: str
+    start: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+
+
 class SlotFilled(msgspec.Struct, tag=True, frozen=True):
-    """A finished sample (event). `segments` are (version, number of tokens); `finish_reason` may be "abort"."""
+    """A finished sample (event): all that this engine sampled, without the order's prefix. `segments` are (version,
+    number of tokens); `finish_reason` may also be "abort", or "refused" where the engine cannot take the slot."""
 
     lease_id: str
     slot: str
@@ -185,6 +211,7 @@ Request = (
     | StartRollout
     | StartTrainer
     | Generate
+    | StopSlots
     | MakePrompts
     | Load
     | RunRound
@@ -194,4 +221,4 @@ Request = (
     | FetchOptimizerState
 )
 Reply = Probed | Started | Prompts | RoundDone | Evaluated | Done
-ChildEvent = SlotFilled
+ChildEvent = SlotAdvanced | SlotFilled

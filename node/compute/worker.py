@@ -27,6 +27,7 @@ from node.compute.messages import (
     Started,
     StartRollout,
     StartTrainer,
+    StopSlots,
 )
 from node.torch_guard import block_broken_extras
 from protocol.child import Emit, serve
@@ -77,7 +78,7 @@ class ComputeChild:
 
                 await fetch_optimizer_state(request)
                 return Done()
-            case Generate() | MakePrompts() | Load():
+            case Generate() | StopSlots() | MakePrompts() | Load():
                 if self._rollout is None:
                     raise EngineError("this process is no rollout engine")
                 return await self._rollout.handle(request, emit)

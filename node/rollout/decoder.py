@@ -9,9 +9,9 @@ one thread; impure (torch).
 Shapes: B rows, U distinct contexts, T columns, V vocabulary, H key-value heads, D head size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
-from node.rollout.engine import FinishReason, Sample, SampleRequest, Segment
+from node.rollout.chunks import Cutter, Span, segments_of
+from node.rollout.engine import Chunk, FinishReason, Sample, SampleRequest
 from node.rollout.noise import perturb
 from protocol.errors import EngineError
 from protocol.ids import Version
@@ -30,28 +31,41 @@ MAX_PREFILL_TOKENS = 4096  # columns times contexts of one prefill pass; bounds 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sample on its way. `deliver` is called once, from the decoder's thread, with how it ended."""
+    """One sample on its way. `deliver` is called from the decoder's thread, with chunks as `cutter` cuts them and then
+    once with how it ended.
+    """
 
     request: SampleRequest
-    deliver: Callable[[Sample | EngineError], None]
+    deliver: Callable[[Chunk | Sample | EngineError], None]
+    cutter: Cutter
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[Version] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
     def context(self) -> tuple[int, ...]:
         return (*self.request.prompt_ids, *self.token_ids)
 
     def push(self, token: int, logprob: float, version: Version) -> FinishReason | None:
         """Appends a token; the reason to finish, if it is the last."""
+        if not self.spans or self.spans[-1][0] != version:
+            self.spans.append((version, len(self.token_ids)))
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        self.versions.append(version)
         if token in self.request.stop_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.request.max_new_tokens else None
 
+    def advance(self, now_s: float) -> None:
+        """Delivers the chunks that are due."""
+        if not self.cutter.is_due(len(self.token_ids), self.spans, now_s=now_s):
+            return
+        key, first = self.request.key, self.request.first_position
+        for start, stop, version in self.cutter.cut(len(self.token_ids), self.spans, now_s=now_s):
+            ids, logprobs = tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop])
+            self.deliver(Chunk(key, first + start, ids, logprobs, version))
+
     def finish(self, reason: FinishReason) -> None:
-        segments = tuple(Segment(version, len(list(run))) for version, run in groupby(self.versions))
+        segments = segments_of(self.spans, len(self.token_ids))
         self.deliver(Sample(self.request.key, tuple(self.token_ids), tuple(self.logprobs), segments, reason))
 
 
@@ -125,6 +139,13 @@ class Decoder:
         self._waiting = [row for row in self._waiting if id(row) not in gone]
         if self._batch:
             self._keep([i for i, row in enumerate(self._batch.rows) if id(row) not in gone])
+
+    def stop(self, keys: Collection[str]) -> None:
+        """Ends rows as `abort`."""
+        stopped = [row for row in self.rows if row.request.key in keys]
+        for row in stopped:
+            row.finish("abort")
+        self.remove(stopped)
 
     def recompute(self, version: Version) -> None:
         """Throws the caches away and goes on under `version`: the model's weights have just been replaced."""
@@ -211,12 +232,13 @@ class Decoder:
         )
         token_B = perturbed_BV.argmax(-1)
         logprob_B = logits_BV.log_softmax(-1).gather(1, token_B[:, None])[:, 0]
-        left = []
+        left, now_s = [], time.monotonic()
         for i, (row, token, logprob) in enumerate(zip(rows, token_B.tolist(), logprob_B.tolist(), strict=True)):
             reason = row.push(token, logprob, self.version)
             if reason:
                 row.finish(reason)
             else:
+                row.advance(now_s)
                 left.append(i)
         return left
 

@@ -5,7 +5,7 @@ token carries the version of the weights that sampled it. Invariant: after `load
 token, of running samples too, is sampled from exactly the weights of v. Pure: types alone.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -35,6 +35,19 @@ class SampleRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive new tokens of a sample that is under way, all sampled from `version`. `start` is the position of the
+    first in the completion, counted as `SampleRequest.first_position` is.
+    """
+
+    key: str
+    start: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """`num_tokens` consecutive tokens sampled from one version."""
 
@@ -46,7 +59,7 @@ class Segment:
 class Sample:
     """A finished completion: `token_ids` and `logprobs` (natural log, at temperature 1) have one length, and
     so many tokens are covered by `segments` in order. A stop id, where one ended the sample, is its last
-    token.
+    token. It is whole: what left before in chunks is in it again.
     """
 
     key: str
@@ -72,8 +85,25 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
-        """Samples all requests, joining those already running, and yields each as it finishes."""
+    def check(self, request: SampleRequest) -> None:
+        """Raises `EngineError` for a request that the model cannot take."""
+        ...
+
+    def generate(
+        self, requests: Sequence[SampleRequest], *, chunk_tokens: int = 0, chunk_s: float = 1.0
+    ) -> AsyncIterator[Chunk | Sample]:
+        """Samples all requests, joining those already running, and yields each as it finishes.
+
+        With `chunk_tokens` it yields chunks of those under way too, each of at most so many tokens: when there are so
+        many new ones, when `chunk_s` has passed since the last, and at a change of version. What is sampled after the
+        last chunk comes with the `Sample` alone.
+        """
+        ...
+
+    async def stop(self, keys: Collection[str]) -> None:
+        """Ends the running samples of these keys at once: each comes as a `Sample` with the reason `abort`, with or
+        without what was sampled. Keys that are not running are ignored.
+        """
         ...
 
     async def load(self, version: Version, weights: Path) -> None:

@@ -11,12 +11,13 @@ import os
 import queue
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from node.rollout.engine import Sample, SampleRequest
+from node.rollout.chunks import Cutter
+from node.rollout.engine import Chunk, Sample, SampleRequest
 from node.rollout.model_files import ModelFacts, check_layout, read_facts, read_layout, stage_model
 from node.torch_guard import block_broken_extras
 from protocol.errors import EngineError
@@ -54,27 +55,39 @@ class TransformersEngine:
         self._thread = threading.Thread(target=self._serve, name="hexcomb-decoder", daemon=True)
         self._thread.start()
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
+    def check(self, request: SampleRequest) -> None:
+        self._facts.check([request])
+
+    async def generate(
+        self, requests: Sequence[SampleRequest], *, chunk_tokens: int = 0, chunk_s: float = 1.0
+    ) -> AsyncIterator[Chunk | Sample]:
         from node.rollout.decoder import Row
 
         self._require_running()
         self._facts.check(requests)
         loop = asyncio.get_running_loop()
-        results: asyncio.Queue[Sample | EngineError] = asyncio.Queue(maxsize=len(requests))
+        num_chunks = sum(request.max_new_tokens for request in requests) if chunk_tokens else 0  # at the most
+        results: asyncio.Queue[Chunk | Sample | EngineError] = asyncio.Queue(maxsize=len(requests) + num_chunks)
 
-        def deliver(outcome: Sample | EngineError) -> None:
+        def deliver(outcome: Chunk | Sample | EngineError) -> None:
             loop.call_soon_threadsafe(results.put_nowait, outcome)
 
-        rows = [Row(request, deliver) for request in requests]
+        rows = [Row(request, deliver, Cutter(chunk_tokens, chunk_s)) for request in requests]
+        num_running = len(rows)
         try:
             await self._call(lambda: self._decoder.add(rows))
-            for _ in rows:
+            while num_running:
                 outcome = await results.get()
                 if isinstance(outcome, EngineError):
                     raise outcome
+                num_running -= isinstance(outcome, Sample)
                 yield outcome
         finally:
             self._commands.put(lambda: self._decoder.remove(rows))
+
+    async def stop(self, keys: Collection[str]) -> None:
+        self._require_running()
+        await self._call(lambda: self._decoder.stop(keys))
 
     async def load(self, version: Version, weights: Path) -> None:
         async with self._loading:

@@ -9,38 +9,34 @@ With `vllm_extension`, the only module that imports vllm. Impure: a child proces
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from node import torch_guard
-from node.rollout.engine import Sample, SampleRequest, Segment
+from node.rollout.chunks import Cutter
+from node.rollout.engine import Chunk, Sample, SampleRequest, Segment
 from node.rollout.model_files import ModelFacts, check_layout, read_facts, read_layout, stage_model
+from node.rollout.vllm_surroundings import BLOCK_SIZE, ENVIRONMENT, children_environment, kv_cache_bytes, make_folder
+from node.torch_guard import block_broken_extras
 from protocol.errors import EngineError
 from protocol.ids import Version
 
 CONTROL_DEADLINE_S = 300.0
 CLOSE_DEADLINE_S = 10.0
-MAX_TEMP_PATH_CHARS = 45  # a socket's whole path may have 107, and vLLM's names for them are long
-BLOCK_SIZE = 32  # the smallest that the CPU kernels take: the prefix cache works on short prompts too
-MIN_KV_CACHE_BYTES = 64 << 20
-MAX_KV_CACHE_BYTES = 1 << 30  # samples that find no room wait or are recomputed
-MAX_KV_CACHE_SHARE = 0.25  # of the memory that is free at the start
+LOOK_S = 0.1  # between two looks at what running samples have got
 
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker inside the engine's process: two processes, not three
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that takes logits processors everywhere
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # scoring a sample of full length asks for one more token
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-}
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A request that vLLM has under `name`."""
+
+    request: SampleRequest
+    name: str
+    cutter: Cutter
 
 
 class VllmEngine:
@@ -51,6 +47,7 @@ class VllmEngine:
         self._loading = asyncio.Lock()
         self._swaps: set[asyncio.Task[None]] = set()
         self._ids = count()
+        self._running: dict[asyncio.Task[Sample], _Running] = {}
         self._engine: Any = None
         self._end: asyncio.Future[EngineError]
         self._folder: tempfile.TemporaryDirectory[str]  # private to its user; goes with the engine
@@ -71,24 +68,49 @@ class VllmEngine:
         loop.add_reader(sentinel, self._on_death, sentinel)
         await self._control(self._engine.update_weight_version(str(version)))
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
+    def check(self, request: SampleRequest) -> None:
+        self._facts.check([request])
+
+    async def generate(
+        self, requests: Sequence[SampleRequest], *, chunk_tokens: int = 0, chunk_s: float = 1.0
+    ) -> AsyncIterator[Chunk | Sample]:
         self._require_running()
         self._facts.check(requests)
-        pending = {asyncio.create_task(self._sample(request)) for request in requests}
+        mine = {}
+        for request in requests:
+            running = _Running(request, str(next(self._ids)), Cutter(chunk_tokens, chunk_s))
+            mine[asyncio.create_task(self._sample(request, running.name))] = running
+        self._running |= mine
+        pending = set(mine)
         try:
             while pending:
                 waited: set[asyncio.Future[Any]] = {*pending, self._end}
-                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                timeout_s = LOOK_S if chunk_tokens else None
+                done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 finished = pending & done
-                if not finished:
+                if done and not finished:
                     raise self._end.result()
                 pending -= finished
                 for task in finished:
-                    yield task.result()
+                    cut_off = Sample(mine[task].request.key, (), (), (), "abort")
+                    yield cut_off if task.cancelled() else task.result()
+                chunks = [chunk for task in pending for chunk in self._chunks(mine[task])] if chunk_tokens else []
+                for chunk in chunks:
+                    yield chunk
         finally:
+            for task in mine:
+                del self._running[task]
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
+
+    async def stop(self, keys: Collection[str]) -> None:
+        self._require_running()
+        stopped = {task: running for task, running in self._running.items() if running.request.key in keys}
+        for task in stopped:
+            task.cancel()
+        names = [running.name for running in stopped.values()]
+        await self._control(self._engine.abort(names))  # one may have been on its way in
 
     async def load(self, version: Version, weights: Path) -> None:
         swap = asyncio.create_task(self._swap(version, weights))
@@ -106,7 +128,7 @@ class VllmEngine:
         if not completion_ids:
             return ()
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        output = await self._race(self._run(ids, params))
+        output = await self._race(self._run(ids, params, str(next(self._ids))))
         rows = output.prompt_logprobs[len(prompt_ids) :]
         return tuple(row[token].logprob for row, token in zip(rows, completion_ids, strict=True))
 
@@ -128,13 +150,11 @@ class VllmEngine:
 
     def _build(self, model_dir: Path, weights: Path) -> None:
         """Imports vLLM, starts its process and waits until it has loaded the weights: about ten seconds."""
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        torch_guard.block_broken_extras()
+        block_broken_extras()
         self._facts = read_facts(model_dir, weights, max_model_len=self._max_model_len)
-        parent = tempfile.gettempdir()
-        parent = parent if len(parent) <= MAX_TEMP_PATH_CHARS else "/tmp"
-        self._folder = tempfile.TemporaryDirectory(prefix="hexcomb-engine-", dir=parent)
+        self._folder = make_folder()
         try:
             stage_model(Path(self._folder.name), model_dir, weights, tied=self._facts.tied)
             self._engine = self._launch(Path(self._folder.name))
@@ -152,12 +172,12 @@ class VllmEngine:
             per_device = {
                 "enforce_eager": True,
                 "block_size": BLOCK_SIZE,
-                "kv_cache_memory_bytes": _kv_cache_bytes(self._facts, self._max_num_seqs),
+                "kv_cache_memory_bytes": kv_cache_bytes(self._facts, self._max_num_seqs),
             }
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        with _children_environment(folder), _own_entry():
+        with children_environment(folder), _own_entry():
             arguments = AsyncEngineArgs(
                 model=str(folder),
                 dtype=self._facts.dtype,
@@ -175,7 +195,32 @@ class VllmEngine:
             )
             return AsyncLLM.from_engine_args(arguments)
 
-    async def _sample(self, request: SampleRequest) -> Sample:
+    def _chunks(self, running: "_Running") -> list[Chunk]:
+        """What is due of a running sample, from vLLM's own record of it: which is complete after each step, costs the
+        steps nothing, and names the version of each token as the finished output does.
+        """
+        if self._engine is None:
+            return []
+        processor = self._engine.output_processor
+        names = processor.external_req_ids.get(running.name)
+        state = processor.request_states.get(names[0]) if names else None
+        if state is None or not state.weight_version_starts:
+            return []
+        ids, rows = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+        spans = [(Version(int(version)), start) for version, start in state.weight_version_starts]
+        key, first = running.request.key, running.request.first_position
+        return [
+            Chunk(
+                key,
+                first + start,
+                tuple(ids[start:stop]),
+                tuple(rows[position][ids[position]].logprob for position in range(start, stop)),
+                version,
+            )
+            for start, stop, version in running.cutter.cut(len(ids), spans, now_s=time.monotonic())
+        ]
+
+    async def _sample(self, request: SampleRequest, name: str) -> Sample:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -191,7 +236,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={NOISE_KEY: [request.seed, request.first_position, request.temperature]},
         )
-        output = (await self._run(request.prompt_ids, params)).outputs[0]
+        output = (await self._run(request.prompt_ids, params, name)).outputs[0]
         spans = output.weight_versions or []
         return Sample(
             key=request.key,
@@ -203,12 +248,12 @@ class VllmEngine:
             finish_reason=output.finish_reason,
         )
 
-    async def _run(self, ids: Sequence[int], params: Any) -> Any:
+    async def _run(self, ids: Sequence[int], params: Any, name: str) -> Any:
         """vLLM's last word on one request."""
         from vllm.inputs import tokens_input
 
         try:
-            outputs = self._engine.generate(tokens_input(list(ids)), params, str(next(self._ids)))
+            outputs = self._engine.generate(tokens_input(list(ids)), params, name)
             return [output async for output in outputs][-1]
         except Exception as error:
             raise EngineError("vLLM failed to sample", why=f"{type(error).__name__}: {error}") from error
@@ -301,37 +346,6 @@ def _nothing() -> None: ...
 def _process(engine: Any) -> Any:
     """The `multiprocessing` process that vLLM computes in."""
     return engine.engine_core.resources.engine_manager.processes[0]
-
-
-def _kv_cache_bytes(facts: ModelFacts, max_num_seqs: int) -> int:
-    longest = facts.kv_bytes_per_token * (facts.max_len + BLOCK_SIZE)  # without room for one, vLLM does not start
-    allowed = int(psutil.virtual_memory().available * MAX_KV_CACHE_SHARE)
-    return max(MIN_KV_CACHE_BYTES, longest, min(longest * max_num_seqs, allowed, MAX_KV_CACHE_BYTES))
-
-
-@contextmanager
-def _children_environment(folder: Path) -> Iterator[None]:
-    """While it lasts, Python processes that vLLM starts put their temporary files into `folder`, where vLLM's
-    sockets lie too, and keep torch's broken companions out from their first line: the engine's process imports
-    them while it unpickles its arguments, and so does a helper that meets a kind of model for the first time.
-    """
-    source = Path(torch_guard.__file__).read_text()
-    (folder / "sitecustomize.py").write_text(f"{source}\n\nblock_broken_extras()\n")
-    path = os.environ.get("PYTHONPATH")
-    changes = {
-        "PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else str(folder),
-        "TMPDIR": str(folder),
-        "VLLM_RPC_BASE_PATH": str(folder),
-    }
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 @contextmanager

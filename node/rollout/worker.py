@@ -1,7 +1,8 @@
 """The rollout job of the compute child: an engine, and the environment that prompts come from. Impure.
 
-Invariant: a slot's tokens leave as one `SlotFilled` event whose segments say which version sampled each;
-the reply to `Generate` comes after the last of them. Imports torch only through the engine that it starts.
+Invariant: a slot's tokens leave as one `SlotFilled` event whose segments say which version sampled each, and before it,
+by pieces, as `SlotAdvanced`; the reply to `Generate` comes after the last of them. Imports torch only through the
+engine that it starts.
 """
 
 import asyncio
@@ -19,11 +20,14 @@ from node.compute.messages import (
     Load,
     MakePrompts,
     Prompts,
+    SlotAdvanced,
     SlotFilled,
+    SlotOrder,
     Started,
     StartRollout,
+    StopSlots,
 )
-from node.rollout.engine import Engine, Sample, SampleRequest
+from node.rollout.engine import Chunk, Engine, Sample, SampleRequest
 from node.rollout.selection import EngineName, make_engine
 from protocol.child import Emit
 from protocol.errors import EngineError, ModelMissingError, UsageError
@@ -61,11 +65,14 @@ class RolloutJob:
             return cls(engine, order), Started(engine=_name_of(engine))
         raise AssertionError("there is always one engine to try")
 
-    async def handle(self, request: Generate | MakePrompts | Load, emit: Emit) -> msgspec.Struct:
+    async def handle(self, request: Generate | StopSlots | MakePrompts | Load, emit: Emit) -> msgspec.Struct:
         """Answers one request. Raises `EngineError` when the engine is lost."""
         match request:
             case Generate():
                 return await self._generate(request, emit)
+            case StopSlots(lease_id, slots):
+                await self._engine.stop({_key(lease_id, slot) for slot in slots})
+                return Done()
             case MakePrompts(tasks):
                 return await asyncio.to_thread(self._make_prompts, tasks)
             case Load(version, weights):
@@ -77,23 +84,38 @@ class RolloutJob:
         await self._engine.close()
 
     async def _generate(self, request: Generate, emit: Emit) -> Done:
-        contract = self._order.contract
-        wanted = [
-            SampleRequest(
-                key=order.slot,
-                prompt_ids=order.prompt_ids,
-                max_new_tokens=contract.max_new_tokens,
-                seed=order.seed,
-                temperature=contract.temperature,
-                stop_ids=contract.stop_ids,
-            )
-            for order in request.orders
-        ]
+        slots = {_key(request.lease_id, order.slot): order.slot for order in request.orders}
+        wanted = []
+        for order in request.orders:
+            sample = self._request(request.lease_id, order)
+            try:
+                self._engine.check(sample)
+                wanted.append(sample)
+            except EngineError as error:  # its neighbours are none the worse for it
+                print(f"slot {order.slot} left out: {error}", flush=True)
+                await emit(SlotFilled(request.lease_id, order.slot, (), (), (), "refused"))
+        samples = self._engine.generate(wanted, chunk_tokens=self._order.piece_tokens, chunk_s=self._order.piece_s)
         # Closing takes unfinished requests back from the engine, when the daemon no longer waits for them.
-        async with aclosing(cast("AsyncGenerator[Sample, None]", self._engine.generate(wanted))) as samples:
-            async for sample in samples:
-                await emit(_filled(request.lease_id, sample))
+        async with aclosing(cast("AsyncGenerator[Chunk | Sample, None]", samples)):
+            async for part in samples:
+                slot = slots[part.key]
+                if isinstance(part, Sample):
+                    await emit(_filled(request.lease_id, slot, part))
+                else:
+                    await emit(_advanced(request.lease_id, slot, part))
         return Done()
+
+    def _request(self, lease_id: str, order: SlotOrder) -> SampleRequest:
+        contract = self._order.contract
+        return SampleRequest(
+            key=_key(lease_id, order.slot),
+            prompt_ids=order.prompt_ids + order.prefix_ids,
+            max_new_tokens=contract.max_new_tokens - len(order.prefix_ids),
+            seed=order.seed,
+            temperature=contract.temperature,
+            stop_ids=contract.stop_ids,
+            first_position=len(order.prefix_ids),
+        )
 
     def _make_prompts(self, tasks: tuple[tuple[str, int, int], ...]) -> Prompts:
         environment, tokenizer = self._open_source()
@@ -107,15 +129,24 @@ class RolloutJob:
         return self._source
 
 
-def _filled(lease_id: str, sample: Sample) -> SlotFilled:
+def _key(lease_id: str, slot: str) -> str:
+    """The engine's name for a slot: one slot may come again in a later lease while the earlier one still runs."""
+    return f"{lease_id} {slot}"
+
+
+def _filled(lease_id: str, slot: str, sample: Sample) -> SlotFilled:
     return SlotFilled(
         lease_id=lease_id,
-        slot=sample.key,
+        slot=slot,
         token_ids=sample.token_ids,
         logprobs=sample.logprobs,
         segments=tuple((segment.version, segment.num_tokens) for segment in sample.segments),
         finish_reason=sample.finish_reason,
     )
+
+
+def _advanced(lease_id: str, slot: str, chunk: Chunk) -> SlotAdvanced:
+    return SlotAdvanced(lease_id, slot, chunk.start, chunk.token_ids, chunk.logprobs, chunk.version)
 
 
 def _engine_names(wish: str) -> tuple[EngineName, ...]:

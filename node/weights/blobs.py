@@ -84,6 +84,11 @@ class BlobStore:
             if is_digest(entry.name):
                 yield Digest(entry.name)
 
+    def delete(self, digests: Set[Digest]) -> None:
+        """Removes chunks at once, those that are here."""
+        for digest in digests:
+            self._path(digest).unlink(missing_ok=True)
+
     def delete_unreferenced(self, keep: Set[Digest], *, now_s: float, grace_s: float = DEFAULT_GRACE_S) -> int:
         """Removes what `keep` does not name and what has been there for `grace_s`; returns how many files
         went.

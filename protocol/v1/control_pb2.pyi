@@ -61,6 +61,7 @@ class Hello(message.Message):
     DHT_ADDRESSES_FIELD_NUMBER: builtins.int
     CAPABILITY_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
+    BOOT_ID_FIELD_NUMBER: builtins.int
     program: builtins.str
     """Version of the program."""
     endpoint: builtins.str
@@ -69,6 +70,8 @@ class Hello(message.Message):
     """host:port of the trainer's peer service; empty while it does not train."""
     name: builtins.str
     """The node's name for people: up to 32 of a-z, 0-9 and "-"."""
+    boot_id: builtins.str
+    """Drawn anew by each start of the daemon: what an earlier start held, this one knows nothing of."""
     @builtins.property
     def dht_addresses(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """Multiaddresses of the node's DHT peer."""
@@ -86,10 +89,11 @@ class Hello(message.Message):
         dht_addresses: abc.Iterable[builtins.str] | None = ...,
         capability: common_pb2.Capability | None = ...,
         name: builtins.str = ...,
+        boot_id: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["capability", b"capability", "dht_addresses", b"dht_addresses", "endpoint", b"endpoint", "name", b"name", "program", b"program", "trainer_endpoint", b"trainer_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["boot_id", b"boot_id", "capability", b"capability", "dht_addresses", b"dht_addresses", "endpoint", b"endpoint", "name", b"name", "program", b"program", "trainer_endpoint", b"trainer_endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,6 +571,7 @@ class SubmitPiecesResponse(message.Message):
 
     UNWANTED_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
+    GAPS_FIELD_NUMBER: builtins.int
     @builtins.property
     def unwanted(self) -> containers.RepeatedCompositeFieldContainer[common_pb2.Slot]:
         """Slots that the node no longer holds: stop working on them."""
@@ -575,15 +580,46 @@ class SubmitPiecesResponse(message.Message):
     def leases(self) -> containers.RepeatedCompositeFieldContainer[LeaseTime]:
         """Time left of the leases that the call named."""
 
+    @builtins.property
+    def gaps(self) -> containers.RepeatedCompositeFieldContainer[SlotGap]:
+        """Slots of which pieces before these are missing: hand them in again from there."""
+
     def __init__(
         self,
         *,
         unwanted: abc.Iterable[common_pb2.Slot] | None = ...,
         leases: abc.Iterable[LeaseTime] | None = ...,
+        gaps: abc.Iterable[SlotGap] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["leases", b"leases", "unwanted", b"unwanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["gaps", b"gaps", "leases", b"leases", "unwanted", b"unwanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SlotGap(message.Message):
+    """Where the next piece of a slot must begin."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    start: builtins.int
+    """Position of the first token that is missing."""
+    @builtins.property
+    def slot(self) -> common_pb2.Slot:
+        """The slot."""
+
+    def __init__(
+        self,
+        *,
+        slot: common_pb2.Slot | None = ...,
+        start: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["slot", b"slot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["slot", b"slot", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -729,19 +765,23 @@ class ReturnLeaseRequest(message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    IS_FAULT_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """The lease."""
     reason: builtins.str
     """Why, for people."""
+    is_fault: builtins.bool
+    """Whether the node tried and could not fill them; false where it only stops or changes its role."""
     def __init__(
         self,
         *,
         lease_id: builtins.str = ...,
         reason: builtins.str = ...,
+        is_fault: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["lease_id", b"lease_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["is_fault", b"is_fault", "lease_id", b"lease_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

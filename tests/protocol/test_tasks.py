@@ -267,3 +267,11 @@ def test_warm_up_never_draws_a_held_out_prompt(monkeypatch: pytest.MonkeyPatch, 
     assert not set(learned) & held_out
     assert {t.prompt for t in drawn if t.key.environment == "chain_sum"} & ALL_PROMPTS
     assert not any(is_held_out(t.prompt) for t in drawn if t.key.environment == "chain_sum")
+
+
+def test_tasks_come_again_in_epochs() -> None:
+    endless, epochs = sums(), sums(num_tasks=5)
+    assert [epochs.task(7, index).prompt for index in range(10)] == [endless.task(7, i % 5).prompt for i in range(10)]
+    assert epochs.task(7, 8).key.index == 8, "a task of a later epoch has a name of its own"
+    assert epochs.digest != endless.digest
+    assert [task.prompt for task in epochs.held_out(8)] == [task.prompt for task in endless.held_out(8)]

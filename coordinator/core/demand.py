@@ -1,0 +1,70 @@
+"""Which of the nodes that want work may have it when there is less than they want. Pure.
+
+While there is enough for all, nobody waits. When there is not, groups' worth of slots are allotted by interleaved
+weighted round robin (`fair`) to the nodes that asked lately and did not get all: first among those that fill what
+they take, what they leave goes to the others. What is allotted to a node and not fetched in time is free again.
+"""
+
+from collections.abc import Iterable
+
+from coordinator.core.fair import next_turn
+from coordinator.core.pace import weight_of
+from coordinator.core.soft import Hunger
+from coordinator.core.turn import Turn
+from protocol.ids import PeerId
+
+HUNGER_MS = 2_500
+"""How long a wish stands: nodes that got nothing ask again within two seconds."""
+
+UNRELIABLE = 0.2
+"""Nodes that fail more than this share of their slots are served after the others."""
+
+MAX_HUNGRY = 256
+"""So many nodes compete at a time; those that wait longest."""
+
+
+def allowed_now(turn: Turn, peer_id: PeerId, *, num_wanted: int, num_there: int) -> int:
+    """How many of the `num_there` slots the node may take now, of the `num_wanted` that it could."""
+    hungry = turn.soft.hungry
+    for peer in [p for p, h in hungry.items() if turn.now_ms - h.asked_ms > HUNGER_MS or p not in turn.soft.live]:
+        del hungry[peer]
+    others = sum(h.num_wanted for peer, h in hungry.items() if peer != peer_id)
+    if num_wanted + others <= num_there or not others:
+        return min(num_wanted, num_there)
+    known = hungry.get(peer_id)
+    hungry[peer_id] = Hunger(num_wanted, turn.now_ms, known.num_allotted if known else 0)
+    _allot(turn, num_there)
+    return min(num_wanted, num_there, hungry[peer_id].num_allotted)
+
+
+def note_served(turn: Turn, peer_id: PeerId, *, num_wanted: int, num_got: int) -> None:
+    """Remembers what a node still wants."""
+    hungry = turn.soft.hungry
+    known = hungry.pop(peer_id, None)
+    if num_got < num_wanted and (known is not None or len(hungry) < MAX_HUNGRY):
+        allotted = max(0, known.num_allotted - num_got) if known else 0
+        hungry[peer_id] = Hunger(num_wanted - num_got, turn.now_ms, allotted)
+
+
+def _allot(turn: Turn, num_there: int) -> None:
+    """Hands out what nobody has been allotted yet, a group's worth at a turn."""
+    hungry, nodes = turn.soft.hungry, turn.state.nodes
+    size = turn.rules.spec.group_size
+    num_free = num_there - sum(h.num_allotted for h in hungry.values())
+    good = [peer for peer in hungry if nodes[peer].failure <= UNRELIABLE]
+    for peers in (good, [peer for peer in hungry if nodes[peer].failure > UNRELIABLE]):
+        num_free = _allot_among(turn, peers, num_free=num_free, size=size)
+
+
+def _allot_among(turn: Turn, peers: Iterable[PeerId], *, num_free: int, size: int) -> int:
+    hungry = turn.soft.hungry
+    weights = {peer: weight_of(turn, peer) for peer in peers if hungry[peer].num_allotted < hungry[peer].num_wanted}
+    while num_free > 0 and weights:
+        chosen = next_turn(turn.soft.credits, weights)
+        known = hungry[chosen]
+        num = min(size, num_free, known.num_wanted - known.num_allotted)
+        known.num_allotted += num
+        num_free -= num
+        if known.num_allotted >= known.num_wanted:
+            del weights[chosen]
+    return num_free

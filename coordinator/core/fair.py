@@ -1,0 +1,36 @@
+"""Who gets the next piece of scarce work: interleaved weighted round robin. Pure.
+
+The rule is Tijdeman's for the chairman assignment problem: after any number of turns each of n parties has had its
+exact share of them to within 1 - 1/(2n - 2) of a turn. Parties may come and go between turns; whoever stays keeps its
+credit.
+"""
+
+from collections.abc import Mapping, MutableMapping
+
+from protocol.ids import PeerId
+
+
+def next_turn(credits: MutableMapping[PeerId, float], weights: Mapping[PeerId, float]) -> PeerId:
+    """Whose turn it is among those that have a weight; ties go by peer id. `credits` (turns that are due, less turns
+    had) is brought up to date, and loses those that have no weight. Weights that are not positive count as little."""
+    total = sum(max(weight, 0.0) for weight in weights.values())
+    floor = total * 1e-6 or 1.0
+    shares = {peer: max(weight, floor) for peer, weight in weights.items()}
+    whole = sum(shares.values())
+    for gone in [peer for peer in credits if peer not in shares]:
+        del credits[gone]
+    for peer, share in shares.items():
+        shares[peer] = share / whole
+        credits[peer] = credits.get(peer, 0.0) + shares[peer]
+    if len(shares) == 1:
+        (chosen,) = shares
+        credits[chosen] = 0.0
+        return chosen
+    slack = 1 / (2 * len(shares) - 2)
+    due = [peer for peer in shares if credits[peer] >= slack - 1e-12]
+    if due:
+        chosen = min(due, key=lambda peer: ((1 - slack - credits[peer]) / shares[peer], peer))
+    else:  # only after parties went with more than they were due
+        chosen = min(shares, key=lambda peer: (-credits[peer], peer))
+    credits[chosen] -= 1.0
+    return chosen

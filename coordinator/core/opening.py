@@ -1,0 +1,36 @@
+"""Which tasks are opened next: in order, or, where tasks come again in epochs, the longest of a block first. Pure.
+
+A block is as many tasks as a batch has groups, so that no task waits for longer than one batch. Within it nodes that
+are faster than the mean take the tasks whose completions were longest in the epoch before, slower ones the shortest.
+What is remembered of a task is one number of four bytes.
+"""
+
+from coordinator.core.facts import BlockBegun, OpenedGroup
+from coordinator.core.pace import is_slow, length_of
+from coordinator.core.turn import Turn
+from protocol.ids import PeerId, TaskKey, Version
+
+
+def open_groups(turn: Turn, peer_id: PeerId, *, version: Version, count: int) -> tuple[OpenedGroup, ...]:
+    """So many new groups for a node. Emits a fact for each block that is begun."""
+    spec, state = turn.rules.spec, turn.state
+    if not spec.environment.num_tasks:
+        indices = list(range(state.next_index, state.next_index + count))
+    else:
+        indices = []
+        is_from_end = is_slow(turn, peer_id)
+        ahead = list(state.ahead)
+        while len(indices) < count:
+            if not ahead:
+                ahead = _begin_block(turn)
+            indices.append(ahead.pop(-1 if is_from_end else 0))
+    name, seed, size = spec.environment.name, spec.seed, spec.group_size
+    return tuple(OpenedGroup(TaskKey(name, seed, index), version, size) for index in indices)
+
+
+def _begin_block(turn: Turn) -> list[int]:
+    start = turn.state.next_index
+    block = range(start, start + turn.rules.spec.groups_per_batch)
+    ordered = sorted(block, key=lambda index: (-length_of(turn, index), index))
+    turn.emit(BlockBegun(tuple(ordered)))
+    return ordered

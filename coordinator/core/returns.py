@@ -1,0 +1,161 @@
+"""How slots come back from leases, what they keep, and how groups come to their end. Pure.
+
+Invariants: an unfilled slot returns exactly once; what was received of it goes with it, and whoever fills it goes on
+from there; a slot that too many nodes failed ends as a dead letter, so that one bad task cannot hold the run; a group
+ends when its last slot does.
+"""
+
+from statistics import median_low
+
+from coordinator.core.effects import CancelLeases, CancelSlots
+from coordinator.core.events import PiecesReceived, PrefixLost, SlotProgress
+from coordinator.core.facts import (
+    GroupDropped,
+    LeaseClosed,
+    LeaseEnd,
+    LeaseExtended,
+    LengthLearned,
+    PrefixDropped,
+    SlotCancelled,
+    SlotFailed,
+    SlotMoved,
+)
+from coordinator.core.pace import lease_span_ms
+from coordinator.core.state import Slot
+from coordinator.core.turn import Turn
+from protocol.ids import LeaseId, PeerId, SlotKey, Version
+from protocol.lag import is_fresh
+
+MIN_REWARDS = 2
+"""A group's mean over fewer members says nothing."""
+
+MAX_TRIES = 8
+"""So many nodes may fail a slot before it is a dead letter."""
+
+MAX_FILTERED_BATCHES = 32
+"""Batches' worth of groups without variance that are filtered for one version; then they are trained on as they are,
+so that a run whose rewards are all equal goes on."""
+
+
+def close_lease(turn: Turn, lease_id: LeaseId, how: LeaseEnd, *, reason: str, is_fault: bool) -> None:
+    """Takes back what is unfilled of a lease."""
+    places = list(turn.state.leases[lease_id].slots)
+    turn.emit(LeaseClosed(lease_id, how, reason, is_fault))
+    for place in places:
+        _keep_prefix(turn, place)
+        group = turn.state.groups[place[0]]
+        if group.slots[place[1]].num_tries >= MAX_TRIES:
+            turn.emit(SlotFailed(group.key(place[1]), f"{MAX_TRIES} nodes failed to fill it; the last: {reason}"))
+            settle(turn, place[0])
+
+
+def close_leases_of(turn: Turn, peer_id: PeerId, how: LeaseEnd, *, reason: str, is_fault: bool) -> None:
+    """Takes all leases of a node back, and tells it if it is alive."""
+    held = tuple(key for key, lease in turn.state.leases.items() if lease.peer_id == peer_id)
+    for lease_id in held:
+        close_lease(turn, lease_id, how, reason=reason, is_fault=is_fault)
+    if held and peer_id in turn.soft.live:
+        turn.ask(CancelLeases(peer_id, held))
+
+
+def take_progress(turn: Turn, event: PiecesReceived) -> None:
+    """Notes how far slots have come, and prolongs the leases of those that come on."""
+    for progress in event.progress:
+        lease = turn.state.leases.get(progress.lease_id)
+        place = (progress.slot.task.index, progress.slot.sample)
+        slot = turn.state.find(progress.slot)
+        if lease is None or lease.peer_id != progress.peer_id or place not in lease.slots or slot is None:
+            continue
+        known = turn.soft.progress.get(place)
+        least = _num_tokens(known.segments) if known else slot.prefix.num_tokens if slot.prefix else 0
+        if _num_tokens(progress.segments) > least:
+            turn.soft.progress[place] = progress
+            _prolong(turn, progress)
+
+
+def lose_prefix(turn: Turn, event: PrefixLost) -> None:
+    """A slot starts anew."""
+    slot = turn.state.find(event.slot)
+    if slot is not None and slot.prefix is not None:
+        turn.emit(PrefixDropped(event.slot, event.reason))
+
+
+def cancel_stale(turn: Turn) -> None:
+    """After a commit, where the policy drops whole rollouts: ends running slots whose first token is too old now."""
+    state = turn.state
+    if turn.rules.spec.staleness != "drop" or state.head is None:
+        return
+    head, by_peer = state.head.version, dict[PeerId, list[SlotKey]]()
+    for index, group in list(state.groups.items()):
+        if is_fresh(v_train=head, v_token=group.version, max_lag=turn.max_lag):
+            continue
+        for sample, slot in enumerate(group.slots):
+            first = _first_version(turn, (index, sample), slot)
+            if first is None or is_fresh(v_train=head, v_token=first, max_lag=turn.max_lag):
+                continue
+            if slot.lease_id is not None:
+                by_peer.setdefault(state.leases[slot.lease_id].peer_id, []).append(group.key(sample))
+            _cancel(turn, group.key(sample), slot.lease_id)
+        settle(turn, index)
+    for peer_id, slots in by_peer.items():
+        turn.ask(CancelSlots(peer_id, tuple(slots)))
+
+
+def settle(turn: Turn, index: int) -> None:
+    """Drops a group that has come to its end and will not be trained on; its capacity returns."""
+    group = turn.state.groups[index]
+    if not group.is_complete or index not in turn.state.complete:
+        return
+    spec, rewards = turn.rules.spec, group.rewards
+    _learn_length(turn, index)
+    if len(rewards) < MIN_REWARDS:
+        turn.emit(GroupDropped(index, "too_few_rewards"))
+    elif spec.dynamic_sampling and min(rewards) == max(rewards) and _may_filter(turn):
+        turn.emit(GroupDropped(index, "no_variance"))
+
+
+def _may_filter(turn: Turn) -> bool:
+    return turn.state.num_filtered_in_row < MAX_FILTERED_BATCHES * turn.rules.spec.groups_per_batch
+
+
+def _learn_length(turn: Turn, index: int) -> None:
+    num_tasks = turn.rules.spec.environment.num_tasks
+    lengths = [_num_tokens(slot.segments) for slot in turn.state.groups[index].slots if slot.segments]
+    if num_tasks and lengths:
+        turn.emit(LengthLearned(index % num_tasks, median_low(lengths)))
+
+
+def _keep_prefix(turn: Turn, place: tuple[int, int]) -> None:
+    progress = turn.soft.progress.pop(place, None)
+    if progress is not None:
+        turn.emit(SlotMoved(progress.slot, progress.segments, progress.edge))
+
+
+def _prolong(turn: Turn, progress: SlotProgress) -> None:
+    """A lease that is two thirds over gets its time again, counted from now, within the bound on every lease."""
+    lease = turn.state.leases[progress.lease_id]
+    span_ms = lease_span_ms(turn, progress.peer_id, ())
+    last_ms = lease.granted_ms + round(turn.rules.spec.lease_s * 1000)
+    until_ms = min(turn.now_ms + span_ms, last_ms)
+    if lease.deadline_ms - turn.now_ms < span_ms // 3 and until_ms > lease.deadline_ms:
+        turn.emit(LeaseExtended(progress.lease_id, until_ms))
+
+
+def _first_version(turn: Turn, place: tuple[int, int], slot: Slot) -> Version | None:
+    """Of a running slot's first token; None = it is not running, or has none yet."""
+    if slot.status not in ("waiting", "leased"):
+        return None
+    progress = turn.soft.progress.get(place)
+    segments = progress.segments if progress else slot.prefix.segments if slot.prefix else ()
+    return segments[0][0] if segments else None
+
+
+def _cancel(turn: Turn, key: SlotKey, lease_id: LeaseId | None) -> None:
+    turn.soft.progress.pop((key.task.index, key.sample), None)
+    turn.emit(SlotCancelled(key, lease_id))
+    if lease_id is not None and not turn.state.leases[lease_id].slots:
+        turn.emit(LeaseClosed(lease_id, "filled"))
+
+
+def _num_tokens(segments: tuple[tuple[Version, int], ...]) -> int:
+    return sum(length for _, length in segments)

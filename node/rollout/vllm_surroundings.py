@@ -1,0 +1,71 @@
+"""What vLLM's process finds around it: environment, folder, memory for its cache. Impure: the environment, files.
+
+Invariant: what is changed for the start alone is as before after it. Imports nothing of vLLM.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from node import torch_guard
+from node.rollout.model_files import ModelFacts
+
+MAX_TEMP_PATH_CHARS = 45  # a socket's whole path may have 107, and vLLM's names for them are long
+BLOCK_SIZE = 32  # the smallest that the CPU kernels take: the prefix cache works on short prompts too
+MIN_KV_CACHE_BYTES = 64 << 20
+MAX_KV_CACHE_BYTES = 1 << 30  # samples that find no room wait or are recomputed
+MAX_KV_CACHE_SHARE = 0.25  # of the memory that is free at the start
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker inside the engine's process: two processes, not three
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that takes logits processors everywhere
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # scoring a sample of full length asks for one more token
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+}
+
+
+def make_folder() -> tempfile.TemporaryDirectory[str]:
+    """A private folder for one engine, at a path short enough for the sockets in it."""
+    parent = tempfile.gettempdir()
+    parent = parent if len(parent) <= MAX_TEMP_PATH_CHARS else "/tmp"
+    return tempfile.TemporaryDirectory(prefix="hexcomb-engine-", dir=parent)
+
+
+def kv_cache_bytes(facts: ModelFacts, max_num_seqs: int) -> int:
+    """Memory for keys and values: of all that may run at once, within reason."""
+    longest = facts.kv_bytes_per_token * (facts.max_len + BLOCK_SIZE)  # without room for one, vLLM does not start
+    allowed = int(psutil.virtual_memory().available * MAX_KV_CACHE_SHARE)
+    return max(MIN_KV_CACHE_BYTES, longest, min(longest * max_num_seqs, allowed, MAX_KV_CACHE_BYTES))
+
+
+@contextmanager
+def children_environment(folder: Path) -> Iterator[None]:
+    """While it lasts, Python processes that vLLM starts put their temporary files into `folder`, where vLLM's
+    sockets lie too, and keep torch's broken companions out from their first line: the engine's process imports
+    them while it unpickles its arguments, and so does a helper that meets a kind of model for the first time.
+    """
+    source = Path(torch_guard.__file__).read_text()
+    (folder / "sitecustomize.py").write_text(f"{source}\n\nblock_broken_extras()\n")
+    path = os.environ.get("PYTHONPATH")
+    changes = {
+        "PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else str(folder),
+        "TMPDIR": str(folder),
+        "VLLM_RPC_BASE_PATH": str(folder),
+    }
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
