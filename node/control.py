@@ -15,7 +15,17 @@ from typing import Any, TypeVar
 import grpc
 
 from node.backoff import backoff_s
-from node.orders import Lease, Receipt, VersionAnnounced, announcement_of, lease_of, receipt_of
+from node.orders import (
+    Lease,
+    PiecesReceived,
+    Receipt,
+    VersionAnnounced,
+    announcement_of,
+    lease_of,
+    pieces_received_of,
+    receipt_of,
+)
+from node.pieces import SlotProgress
 from protocol.certificates import Leaf
 from protocol.errors import UnreachableError
 from protocol.grpc_errors import from_rpc_error
@@ -27,7 +37,7 @@ from protocol.round import TrainSample
 from protocol.tls import channel_credentials, channel_options
 from protocol.v1 import control_pb2
 from protocol.v1.control_pb2_grpc import ControlServiceStub
-from protocol.wire import prompt_messages, rollout_message, sample_of
+from protocol.wire import piece_message, prompt_messages, rollout_message, sample_of, slot_message
 
 CALL_DEADLINE_S = 15.0
 BATCH_DEADLINE_S = 120.0
@@ -85,9 +95,23 @@ class ControlClient:
         reply = await self._retried(lambda: self._stub.SubmitRollouts, request, "handing in rollouts")
         return [receipt_of(receipt) for receipt in reply.receipts]
 
-    async def return_lease(self, lease_id: LeaseId, *, reason: str) -> None:
-        """Gives the unfilled slots back."""
-        request = control_pb2.ReturnLeaseRequest(lease_id=lease_id, reason=reason)
+    async def submit_pieces(self, progress: Sequence[SlotProgress]) -> PiecesReceived:
+        """Hands in what slots under way have got; tried once, since the next call can say the same and more."""
+        request = control_pb2.SubmitPiecesRequest(
+            progress=[
+                control_pb2.SlotProgress(
+                    lease_id=item.lease_id,
+                    slot=slot_message(item.slot),
+                    pieces=[piece_message(piece) for piece in item.pieces],
+                )
+                for item in progress
+            ]
+        )
+        return pieces_received_of(await self._call(lambda: self._stub.SubmitPieces, request, "handing in pieces"))
+
+    async def return_lease(self, lease_id: LeaseId, *, reason: str, is_fault: bool = False) -> None:
+        """Gives the unfilled slots back; `is_fault` says that this node tried and could not fill them."""
+        request = control_pb2.ReturnLeaseRequest(lease_id=lease_id, reason=reason, is_fault=is_fault)
         await self._call(lambda: self._stub.ReturnLease, request, "giving a lease back", deadline_s=5.0)
 
     async def fetch_batch(self, round_id: RoundId) -> tuple[TrainSample, ...]:

@@ -186,8 +186,8 @@ class Daemon:
                 self.work.on_abort(order)
             case EvaluationRequested():
                 self.work.on_evaluation(order)
-            case LeasesCancelled(lease_ids):
-                self.work.cancel(lease_ids)
+            case LeasesCancelled(lease_ids, slots):
+                self.work.cancel(lease_ids, slots)
             case _:
                 assert_never(order)
 

@@ -1,57 +1,71 @@
-"""One lease on a rollout node: prompts, generation, signing, handing in. Impure: the child and the
-coordinator.
+"""One lease on a rollout node: generation, pieces, signing, handing in. Impure: the child and the coordinator.
 
-Invariants: a slot is generated only from a prompt whose digest is the lease's; its seed is the one of the
-version under which the slot was opened; whatever ends the work early, the lease is given back unless it is
-known to be over.
+Invariants: a finished slot is handed in whole, first the pieces that came with the lease as they came, then this node's
+own, one for each version; whatever ends the work early, the lease is given back unless it is known to be over, with the
+word whether this node failed at it.
 """
 
 import asyncio
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
 
-from node.compute.messages import Done, Generate, MakePrompts, Prompts, SlotFilled, SlotOrder
+from node.compute.messages import Done, Generate, SlotAdvanced, SlotFilled, SlotOrder, StopSlots
 from node.context import Node
 from node.orders import Lease, SlotWork
+from node.pieces import PieceSender
+from node.slot_orders import make_orders
 from protocol.child import ChildProcess
-from protocol.errors import HexcombError, UnreachableError, WorkRefusedError
-from protocol.ids import SlotKey, TaskKey, Version
+from protocol.errors import EngineError, HexcombError, UnreachableError, WorkRefusedError
+from protocol.ids import SlotKey, Version
 from protocol.rollout import FinishReason, Piece, Rollout, sign_piece
-from protocol.seeds import slot_seed
-from protocol.tasks import prompt_digest
 
-PROMPTS_DEADLINE_S = 60.0
 GATHER_S = 0.3
 MAX_BATCH = 32
 EVENTS_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 10.0
+PIPE_DEADLINE_S = 7 * 86_400.0
+"""What ends generation is the lease, whose end may move; the pipe needs a number all the same."""
 MAX_QUEUED = 4096
+FAULTS = ("ROLLOUT_MALFORMED", "UNAUTHENTICATED")
+"""Receipts that blame the rollout itself, not the moment at which it came."""
 
 log = structlog.get_logger("leases")
 
 
 @dataclass(slots=True)
 class LeaseWork:
-    """The work on one lease; `run` does it once. `filled` takes the child's events for this lease."""
+    """The work on one lease; `run` does it once. `filled` takes the child's finished samples for this lease, `advance`
+    its tokens under way; `on_generated` is called when the engine has done its part."""
 
     node: Node
     child: ChildProcess
     lease: Lease
+    sender: PieceSender
+    on_generated: Callable[[], None]
     filled: asyncio.Queue[SlotFilled] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
     is_over: bool = False
+    is_generating: bool = True
     num_taken: int = 0
-    _slots: dict[str, SlotKey] = field(default_factory=dict)
+    num_stopped: int = 0
+    _open: dict[str, SlotWork] = field(default_factory=dict)
+    _to_stop: set[str] = field(default_factory=set)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _fault: str = ""
     _ends_s: float = 0.0
+    _limit: asyncio.Timeout | None = None
+
+    def __post_init__(self) -> None:
+        self._open = {str(work.slot): work for work in self.lease.slots}
+        self._ends_s = time.monotonic() + self.lease.remaining_s
 
     async def run(self) -> None:
         """Fills what can be filled. Raises `EngineError` when the child is lost."""
-        self._ends_s = time.monotonic() + self.lease.remaining_s
         reason = "some slots could not be filled"
         try:
-            orders = await self._orders()
-            if orders:
-                await self._fill(orders)
+            await self._fill(await self._orders())
         except UnreachableError as error:
             reason = error.sentence()
             log.warning("lease not finished", lease=self.lease.lease_id, why=reason)
@@ -60,21 +74,87 @@ class LeaseWork:
             reason = error.sentence()
             log.warning("lease refused", lease=self.lease.lease_id, code=error.code, why=error.why)
         except (HexcombError, asyncio.CancelledError) as error:
-            await self._give_back(str(error) or "the node stops this work")
+            is_fault = isinstance(error, EngineError) or self.child.is_closed
+            await self._give_back(str(error) or "the node stops this work", is_fault=is_fault)
             raise
-        if self.num_taken < len(self.lease.slots):
-            await self._give_back(reason)
+        finally:
+            self.is_generating = False
+            self._open.clear()
+            for work in self.lease.slots:
+                self.sender.forget(self.lease.lease_id, work.slot)
+        if self.num_taken + self.num_stopped < len(self.lease.slots):
+            await self._give_back(self._fault or reason, is_fault=bool(self._fault))
 
-    async def _fill(self, orders: tuple[SlotOrder, ...]) -> None:
-        request = Generate(self.lease.lease_id, orders)
-        remaining_s = max(self._ends_s - time.monotonic(), 1.0)
-        generating = asyncio.create_task(self.child.request(request, Done, deadline_s=remaining_s))
+    def advance(self, event: SlotAdvanced) -> None:
+        """New tokens of a slot: signed, and on their way to the coordinator."""
+        work = self._open.get(event.slot)
+        if work is None:
+            return
+        piece = Piece(self.node.peer_id, Version(event.version), event.start, event.token_ids, event.logprobs)
+        self.sender.add(self.lease.lease_id, work.slot, self._signed(work.slot, piece), prefix=work.pieces)
+
+    def stop(self, slots: Iterable[SlotKey]) -> None:
+        """The coordinator no longer wants these slots filled; those that are not under way here are ignored."""
+        for slot in slots:
+            if self._open.pop(str(slot), None) is not None:
+                self.sender.forget(self.lease.lease_id, slot)
+                self.node.state.counts["slots/stopped"] += 1
+                self.num_stopped += 1
+                self._to_stop.add(str(slot))
+        if self._to_stop:
+            self._stopping.set()
+
+    def prolong(self, remaining_s: float) -> None:
+        """The lease lasts so many seconds from now, if that is longer than was known."""
+        more_s = time.monotonic() + remaining_s - self._ends_s
+        if more_s <= 0:
+            return
+        self._ends_s += more_s
+        if self._limit is not None and (when_s := self._limit.when()) is not None and not self._limit.expired():
+            self._limit.reschedule(when_s + more_s)
+
+    async def _orders(self) -> list[SlotOrder]:
+        orders, left_out = await make_orders(self.node, self.child, self.lease)
+        for slot in left_out:
+            self._open.pop(str(slot.slot), None)
+            self._fault = self._fault or (slot.why if slot.is_fault else "")
+        return [order for order in orders if order.slot in self._open]
+
+    async def _fill(self, orders: list[SlotOrder]) -> None:
+        if not orders:
+            return
+        generating = asyncio.create_task(self._generate(orders))
+        stopping = asyncio.create_task(self._pass_on_stops())
         try:
             await self._hand_in_all(len(orders), generating)
             await generating
         finally:
             generating.cancel()
-            await asyncio.gather(generating, return_exceptions=True)
+            stopping.cancel()
+            await asyncio.gather(generating, stopping, return_exceptions=True)
+
+    async def _generate(self, orders: list[SlotOrder]) -> Done:
+        """The engine's part, which ends with the lease at the latest. Raises `UnreachableError` then."""
+        request = Generate(self.lease.lease_id, tuple(orders))
+        try:
+            async with asyncio.timeout(max(self._ends_s - time.monotonic(), 1.0)) as self._limit:
+                return await self.child.request(request, Done, deadline_s=PIPE_DEADLINE_S)
+        except TimeoutError:
+            self._fault = "the lease ran out before its slots were filled"
+            raise UnreachableError(f"lease {self.lease.lease_id} was not finished", why=self._fault) from None
+        finally:
+            self._limit, self.is_generating = None, False
+            self.on_generated()
+
+    async def _pass_on_stops(self) -> None:
+        while True:
+            await self._stopping.wait()
+            self._stopping.clear()
+            names, self._to_stop = tuple(self._to_stop), set()
+            try:
+                await self.child.request(StopSlots(self.lease.lease_id, names), Done, deadline_s=STOP_DEADLINE_S)
+            except HexcombError as error:  # where it is lost, generation says so too
+                log.warning("slots not stopped", lease=self.lease.lease_id, why=error.sentence())
 
     async def _hand_in_all(self, num_orders: int, generating: "asyncio.Task[Done]") -> None:
         """Takes finished slots as they come, and hands them in by batches, until all have come or no more
@@ -123,86 +203,44 @@ class LeaseWork:
             self.num_taken += receipt.is_taken
             if not receipt.is_taken:
                 log.warning("rollout refused", slot=str(receipt.slot), outcome=receipt.outcome, why=receipt.detail)
+            if receipt.outcome in FAULTS:
+                self._fault = self._fault or f"a rollout was refused: {receipt.outcome}"
 
     def _rollout(self, event: SlotFilled) -> Rollout | None:
-        """The signed rollout, or None for a sample that was cut off."""
-        slot, reason = self._slots.get(event.slot), _finish_reason(event.finish_reason)
-        if slot is None or reason is None or not event.token_ids:
-            self.node.state.counts["slots/aborted"] += 1
+        """The signed rollout, or None for a sample that was cut off or is no longer wanted."""
+        work, reason = self._open.pop(event.slot, None), _finish_reason(event.finish_reason)
+        if work is None:
             return None
-        pieces: list[Piece] = []
+        self.sender.forget(self.lease.lease_id, work.slot)
+        if reason is None or not event.token_ids:
+            self.node.state.counts["slots/aborted"] += 1
+            self._fault = self._fault or f"the engine did not finish a sample: {event.finish_reason}"
+            return None
+        pieces = list(work.pieces)
+        first = sum(len(piece.token_ids) for piece in pieces)
         start = 0
         for version, num_tokens in event.segments:
             stop = start + num_tokens
-            piece = Piece(
-                self.node.peer_id,
-                Version(version),
-                start,
-                event.token_ids[start:stop],
-                event.logprobs[start:stop],
-            )
-            pieces.append(sign_piece(self.node.home.identity, run_id=self.node.run_id, slot=slot, piece=piece))
+            ids, logprobs = event.token_ids[start:stop], event.logprobs[start:stop]
+            piece = Piece(self.node.peer_id, Version(version), first + start, ids, logprobs)
+            pieces.append(self._signed(work.slot, piece))
             start = stop
         self.node.state.rate.add(start, now_s=time.monotonic())
         self.node.state.counts["slots/filled"] += 1
-        return Rollout(slot, tuple(pieces), reason)
+        self.node.state.counts["slots/gone on with"] += bool(work.pieces)
+        return Rollout(work.slot, tuple(pieces), reason)
 
-    async def _orders(self) -> tuple[SlotOrder, ...]:
-        """What the engine is to do: each slot whose prompt holds and whose version's secret is known."""
-        prompts = await self._prompts()
-        orders: list[SlotOrder] = []
-        for work in self.lease.slots:
-            prompt_ids, secret = prompts.get(work.slot.task), await self._secret(work.slot.version)
-            if prompt_ids is None or secret is None:
-                log.warning("slot left out", slot=str(work.slot), has_prompt=prompt_ids is not None)
-                continue
-            self._slots[str(work.slot)] = work.slot
-            orders.append(SlotOrder(str(work.slot), prompt_ids, slot_seed(secret, work.slot)))
-        return tuple(orders)
+    def _signed(self, slot: SlotKey, piece: Piece) -> Piece:
+        return sign_piece(self.node.home.identity, run_id=self.node.run_id, slot=slot, piece=piece)
 
-    async def _prompts(self) -> dict[TaskKey, tuple[int, ...]]:
-        """Prompts whose digest holds: regenerated here, or else as the lease gives them."""
-        works = {work.slot.task: work for work in self.lease.slots}
-        made = await self._regenerate(list(works))
-        chosen = {task: _checked(work, made.get(task)) for task, work in works.items()}
-        return {task: prompt_ids for task, prompt_ids in chosen.items() if prompt_ids is not None}
-
-    async def _regenerate(self, tasks: list[TaskKey]) -> dict[TaskKey, tuple[int, ...]]:
-        request = MakePrompts(tuple((task.environment, task.seed, task.index) for task in tasks))
-        try:
-            reply = await self.child.request(request, Prompts, deadline_s=PROMPTS_DEADLINE_S)
-        except HexcombError as error:
-            if self.child.is_closed:
-                raise
-            log.info("prompts not regenerated", why=error.sentence())
-            return {}
-        return dict(zip(tasks, reply.prompt_ids, strict=True))
-
-    async def _secret(self, version: Version) -> bytes | None:
-        manifest = self.node.versions.manifest(version)
-        if manifest is None:
-            try:
-                manifest = self.node.versions.learn((await self.node.control.get_manifest(version)).manifest)
-            except HexcombError as error:
-                log.warning("no seed for a slot", version=version, why=error.sentence())
-                return None
-        return manifest.seal.secret
-
-    async def _give_back(self, reason: str) -> None:
+    async def _give_back(self, reason: str, *, is_fault: bool) -> None:
         if self.is_over:
             return
         self.is_over = True
         try:
-            await self.node.control.return_lease(self.lease.lease_id, reason=reason[:200])
+            await self.node.control.return_lease(self.lease.lease_id, reason=reason[:200], is_fault=is_fault)
         except HexcombError as error:
             log.info("lease not given back; it will expire", lease=self.lease.lease_id, why=error.sentence())
-
-
-def _checked(work: SlotWork, made: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    for prompt_ids in (made, work.prompt_ids):
-        if prompt_ids and prompt_digest(prompt_ids) == work.prompt_digest:
-            return prompt_ids
-    return None
 
 
 def _finish_reason(text: str) -> FinishReason | None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from protocol.errors import HexcombError, RefusedError
 from protocol.ids import Digest, LeaseId, RoundId, SlotKey, TaskKey, Version
 from protocol.manifest import SignedManifest
-from protocol.rollout import unpack_ids
+from protocol.rollout import Piece, unpack_ids
 from protocol.round import SignedPlan
 from protocol.run import Role, RunSpec
 from protocol.v1 import control_pb2
-from protocol.wire import signed_manifest, signed_plan, slot_key, task_key
+from protocol.wire import piece_of, signed_manifest, signed_plan, slot_key, task_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,10 @@ class EvaluationRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeasesCancelled:
-    """Leases to stop working on."""
+    """Leases to stop working on, and single slots of leases that go on."""
 
     lease_ids: tuple[LeaseId, ...]
+    slots: tuple[SlotKey, ...] = ()
 
 
 Order = Welcome | RoleAssigned | VersionAnnounced | RoundSealed | RoundAborted | EvaluationRequested | LeasesCancelled
@@ -79,11 +80,13 @@ Order = Welcome | RoleAssigned | VersionAnnounced | RoundSealed | RoundAborted |
 
 @dataclass(frozen=True, slots=True)
 class SlotWork:
-    """A slot to fill. `prompt_ids` is empty where the node is expected to have the environment."""
+    """A slot to fill. `prompt_ids` is empty where the node is expected to have the environment; `pieces` are what
+    others have sampled of it."""
 
     slot: SlotKey
     prompt_digest: Digest
     prompt_ids: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,16 @@ class Receipt:
         return self.outcome in ("ACCEPTED", "DUPLICATE")
 
 
+@dataclass(frozen=True, slots=True)
+class PiecesReceived:
+    """The answer to pieces handed in: slots that the node no longer holds, the position from which pieces of a slot are
+    missing, and the seconds until each lease ends."""
+
+    unwanted: tuple[SlotKey, ...] = ()
+    gaps: tuple[tuple[SlotKey, int], ...] = ()
+    remaining_s: tuple[tuple[LeaseId, float], ...] = ()
+
+
 def order_of(message: control_pb2.SessionResponse) -> Order:
     """The order in a message of the session. Raises `RefusedError` on one that this program does not know."""
     match message.WhichOneof("message"):
@@ -130,7 +143,8 @@ def order_of(message: control_pb2.SessionResponse) -> Order:
                 tuple(unpack_ids(prompt.token_ids) for prompt in prompts),
             )
         case "leases_cancelled":
-            return LeasesCancelled(tuple(LeaseId(name) for name in message.leases_cancelled.lease_ids))
+            lease_ids = tuple(LeaseId(name) for name in message.leases_cancelled.lease_ids)
+            return LeasesCancelled(lease_ids, tuple(slot_key(slot) for slot in message.leases_cancelled.slots))
         case _:
             raise _unknown("a message of an unknown kind came")
 
@@ -143,7 +157,13 @@ def announcement_of(message: control_pb2.VersionAnnounced) -> VersionAnnounced:
 def lease_of(message: control_pb2.LeaseWorkResponse) -> Lease:
     """A lease."""
     slots = tuple(
-        SlotWork(slot_key(work.slot), Digest(work.prompt_digest), unpack_ids(work.prompt_ids)) for work in message.slots
+        SlotWork(
+            slot_key(work.slot),
+            Digest(work.prompt_digest),
+            unpack_ids(work.prompt_ids),
+            tuple(piece_of(piece) for piece in work.pieces),
+        )
+        for work in message.slots
     )
     return Lease(LeaseId(message.lease_id), slots, message.remaining_s)
 
@@ -151,6 +171,15 @@ def lease_of(message: control_pb2.LeaseWorkResponse) -> Lease:
 def receipt_of(message: control_pb2.RolloutReceipt) -> Receipt:
     """A receipt."""
     return Receipt(slot_key(message.slot), message.outcome, message.detail)
+
+
+def pieces_received_of(message: control_pb2.SubmitPiecesResponse) -> PiecesReceived:
+    """An answer to pieces."""
+    return PiecesReceived(
+        tuple(slot_key(slot) for slot in message.unwanted),
+        tuple((slot_key(gap.slot), gap.start) for gap in message.gaps),
+        tuple((LeaseId(lease.lease_id), lease.remaining_s) for lease in message.leases),
+    )
 
 
 def _welcome(message: control_pb2.Welcome) -> Welcome:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from protocol.ids import Version
 
 MAX_OUTSTANDING = 8
-
-
 LEASE_S = 1.0
 MIN_LEASE_SLOTS, MAX_LEASE_SLOTS = 4, 256
 
@@ -22,9 +20,12 @@ MIN_LEASE_SLOTS, MAX_LEASE_SLOTS = 4, 256
 class RolloutView:
     """What a rollout node sees. Times in seconds on one monotonic clock; None = not known or not there.
 
+    `num_outstanding` counts the leases that the engine works on, not those that are only to be handed in, `num_asking`
+    the calls for further ones; `rtt_s` is what such a call takes, `service_s` what the engine takes for a lease.
     `version_ready` is the newest version whose weights lie on disk; `fetching` and `loading` are under way;
-    `failed_until_s` holds fetches back after one failed, `no_work_until_s` holds wishes for work back.
-    Without `interrupt` running samples finish under the weights that they began with.
+    `failed_until_s` holds fetches back after one failed, `no_work_until_s` holds wishes for work back after one was
+    refused (0 = the last was granted). Without `interrupt` running samples finish under the weights that they began
+    with.
     """
 
     now_s: float
@@ -34,7 +35,7 @@ class RolloutView:
     num_outstanding: int
     num_slots: int
     engine_ready: bool = True
-    is_asking: bool = False
+    num_asking: int = 0
     fetching: Version | None = None
     loading: Version | None = None
     rtt_s: float = 0.0
@@ -91,7 +92,7 @@ def next_action(view: RolloutView) -> Action:
 
 
 def wanted_outstanding(*, rtt_s: float, service_s: float | None) -> int:
-    """Leases to hold at a time so that the engine never waits: ceil(round trip / service time) + 1."""
+    """Leases to work on or ask for at a time so that the engine never waits: ceil(round trip / service time) + 1."""
     if service_s is None or service_s <= 0:
         return 2
     return min(math.ceil(rtt_s / service_s) + 1, MAX_OUTSTANDING) if rtt_s > 0 else 2
@@ -152,7 +153,9 @@ def _ask(view: RolloutView) -> Action | None:
     wanted = wanted_outstanding(rtt_s=view.rtt_s, service_s=view.service_s)
     if not view.interrupt and _is_behind(view):
         return None
-    if view.is_asking or view.num_outstanding >= wanted or view.now_s < view.no_work_until_s:
+    if view.num_outstanding + view.num_asking >= wanted or view.now_s < view.no_work_until_s:
+        return None
+    if view.num_asking and view.no_work_until_s:  # one call finds out whether there is work again
         return None
     return AskForWork(view.num_slots)
 

@@ -12,13 +12,24 @@ import time
 import structlog
 
 from node.backoff import backoff_s
-from node.compute.messages import Done, Load, SlotFilled, Started, StartRollout
+from node.compute.messages import Done, Load, SlotAdvanced, SlotFilled, Started, StartRollout
 from node.context import Node
 from node.leases import LeaseWork
-from node.planner import AskForWork, FetchVersion, LoadVersion, RolloutView, Wait, next_action, next_lease_slots
+from node.orders import Lease
+from node.pieces import PieceSender
+from node.planner import (
+    MAX_OUTSTANDING,
+    AskForWork,
+    FetchVersion,
+    LoadVersion,
+    RolloutView,
+    Wait,
+    next_action,
+    next_lease_slots,
+)
 from protocol.child import ChildProcess
 from protocol.errors import EngineError, HexcombError, NoWorkError, RootMismatchError
-from protocol.ids import Digest, LeaseId, Version
+from protocol.ids import Digest, LeaseId, SlotKey, Version
 
 START_DEADLINE_S = 600.0
 LOAD_DEADLINE_S = 300.0
@@ -35,13 +46,22 @@ class RolloutWork:
         self._node, self._child = node, child
         self._leases: dict[LeaseId, LeaseWork] = {}
         self._tasks: dict[LeaseId, asyncio.Task[None]] = {}
-        self._is_asking = False
+        self._sender = PieceSender(
+            node.control.submit_pieces,
+            node.spec.piece_s,
+            node.state.counts,
+            on_unwanted=self._stop_slot,
+            on_time=self._prolong,
+        )
+        self._num_asking = 0
         self._fetching: Version | None = None
         self._loading: Version | None = None
         self._failed_until_s = self._no_work_until_s = 0.0
         self._num_fetch_failures = self._num_no_work = 0
         self._lease_slots = FIRST_LEASE_SLOTS
+        self._ask_s = 0.0
         self._service_s: float | None = None
+        self._busy_since_s = 0.0
 
     async def run(self) -> None:
         """Starts the engine on the newest version and works until cancelled."""
@@ -49,6 +69,7 @@ class RolloutWork:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch())
             tasks.create_task(self._route_events())
+            tasks.create_task(self._sender.run())
             tasks.create_task(self._carry_out(tasks))
 
     def on_version(self) -> None:
@@ -56,8 +77,10 @@ class RolloutWork:
         self._failed_until_s = self._no_work_until_s = 0.0
         self._num_no_work = 0
 
-    def cancel(self, lease_ids: tuple[LeaseId, ...]) -> None:
-        """The coordinator no longer wants these leases filled."""
+    def cancel(self, lease_ids: tuple[LeaseId, ...], slots: tuple[SlotKey, ...] = ()) -> None:
+        """The coordinator no longer wants these leases filled, nor these slots of other leases."""
+        for work in self._leases.values():
+            work.stop(slots)
         for lease_id in lease_ids:
             if lease_id in self._tasks:
                 self._leases[lease_id].is_over = True
@@ -84,6 +107,8 @@ class RolloutWork:
             weights=str(weights),
             environment=node.spec.environment,
             contract=node.spec.sampling,
+            piece_tokens=node.spec.piece_tokens,
+            piece_s=node.spec.piece_s,
         )
         started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
         node.state.engine = started.engine
@@ -96,8 +121,20 @@ class RolloutWork:
     async def _route_events(self) -> None:
         while True:
             event = await self._child.next_event()
-            if isinstance(event, SlotFilled) and (work := self._leases.get(LeaseId(event.lease_id))):
-                work.filled.put_nowait(event)
+            work = self._leases.get(LeaseId(event.lease_id))
+            match event:
+                case SlotAdvanced() if work is not None:
+                    work.advance(event)
+                case SlotFilled() if work is not None:
+                    work.filled.put_nowait(event)
+
+    def _stop_slot(self, lease_id: LeaseId, slot: SlotKey) -> None:
+        if lease_id in self._leases:
+            self._leases[lease_id].stop([slot])
+
+    def _prolong(self, lease_id: LeaseId, remaining_s: float) -> None:
+        if lease_id in self._leases:
+            self._leases[lease_id].prolong(remaining_s)
 
     async def _carry_out(self, tasks: asyncio.TaskGroup) -> None:
         state = self._node.state
@@ -111,7 +148,7 @@ class RolloutWork:
                     self._loading = version
                     tasks.create_task(self._load(version))
                 case AskForWork(num_slots):
-                    self._is_asking = True
+                    self._num_asking += 1
                     tasks.create_task(self._ask(num_slots, tasks))
                 case Wait(why, until_s):
                     state.activity = why
@@ -121,17 +158,19 @@ class RolloutWork:
     def _view(self) -> RolloutView:
         node = self._node
         loaded = node.state.loaded
+        num_generating = sum(work.is_generating for work in self._leases.values())
         return RolloutView(
             now_s=time.monotonic(),
             head=node.versions.head,
             version_ready=node.versions.ready,
             version_loaded=loaded[0] if loaded else None,
-            num_outstanding=len(self._leases),
+            # Leases that are only to be handed in cost the engine nothing, unless nobody takes them.
+            num_outstanding=max(num_generating, len(self._leases) - MAX_OUTSTANDING),
             num_slots=self._lease_slots,
-            is_asking=self._is_asking,
+            num_asking=self._num_asking,
             fetching=self._fetching,
             loading=self._loading,
-            rtt_s=node.control.rtt_s,
+            rtt_s=self._ask_s,
             service_s=self._service_s,
             failed_until_s=self._failed_until_s,
             no_work_until_s=self._no_work_until_s,
@@ -169,21 +208,39 @@ class RolloutWork:
 
     async def _ask(self, num_slots: int, tasks: asyncio.TaskGroup) -> None:
         version, root = self._node.state.loaded or (Version(-1), Digest(""))
+        started_s = time.monotonic()
         try:
             lease = await self._node.control.lease_work(version=version, root=root, num_slots=num_slots)
             if not lease.slots:
                 raise NoWorkError("the lease is empty")
-            self._num_no_work = 0
-            work = self._leases[lease.lease_id] = LeaseWork(self._node, self._child, lease)
-            self._tasks[lease.lease_id] = tasks.create_task(self._fill(work))
+            self._num_no_work, self._no_work_until_s = 0, 0.0
+            self._ask_s = _smoothed(self._ask_s or None, time.monotonic() - started_s)
+            self._begin(lease, tasks)
             log.info("lease granted", lease=lease.lease_id, num_slots=len(lease.slots), version=version)
         except RootMismatchError as error:
             raise EngineError("the loaded weights are not the committed ones", why=error.why) from error
         except HexcombError as error:
             await self._note_no_work(error)
         finally:
-            self._is_asking = False
+            self._num_asking -= 1
             self._node.state.changed()
+
+    def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
+        started_s = time.monotonic()
+        if not any(work.is_generating for work in self._leases.values()):
+            self._busy_since_s = started_s
+
+        def note_generated() -> None:
+            """Leases share the engine: what one costs it is the time since it was done with the one before."""
+            now_s = time.monotonic()
+            self._service_s = _smoothed(self._service_s, now_s - self._busy_since_s)
+            self._busy_since_s = now_s
+            self._lease_slots = next_lease_slots(len(lease.slots), took_s=now_s - started_s, asked=self._lease_slots)
+            self._node.state.changed()
+
+        work = LeaseWork(self._node, self._child, lease, self._sender, note_generated)
+        self._leases[lease.lease_id] = work
+        self._tasks[lease.lease_id] = tasks.create_task(self._fill(work))
 
     async def _note_no_work(self, error: HexcombError) -> None:
         """Waits a little longer each time; a node that is behind asks for the newest manifest itself."""
@@ -204,11 +261,13 @@ class RolloutWork:
         started_s = time.monotonic()
         try:
             await work.run()
-            took_s = time.monotonic() - started_s
-            self._service_s = took_s if self._service_s is None else 0.7 * self._service_s + 0.3 * took_s
-            self._lease_slots = next_lease_slots(len(work.lease.slots), took_s=took_s, asked=self._lease_slots)
-            log.info("lease done", lease=work.lease.lease_id, num_taken=work.num_taken, took_s=round(took_s, 2))
+            took_s = round(time.monotonic() - started_s, 2)
+            log.info("lease done", lease=work.lease.lease_id, num_taken=work.num_taken, took_s=took_s)
         finally:
             self._leases.pop(work.lease.lease_id, None)
             self._tasks.pop(work.lease.lease_id, None)
             self._node.state.changed()
+
+
+def _smoothed(known: float | None, measured: float) -> float:
+    return measured if known is None else 0.7 * known + 0.3 * measured

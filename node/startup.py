@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 import uvloop
@@ -21,12 +21,14 @@ from node.join import join
 from node.joined import read_joined
 from node.machine import quick_check, require_fit
 from node.settings import read_settings, write_settings
+from protocol.child_session import MAX_LOG_BYTES, open_log
 from protocol.errors import DaemonNotRunningError, HexcombError, MachineUnfitError, UnreachableError
 from protocol.local_socket import ask
 
 DETACH_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
 POLL_S = 0.1
+STDERR = 2
 
 
 def join_and_start(folder: Path, invite: str, *, options: dict[str, Any], base: Path | None, detach: bool) -> None:
@@ -58,7 +60,7 @@ def start(folder: Path, *, detach: bool) -> None:
     if detach:
         _start_detached(home)
         return
-    set_up_logging()
+    set_up_logging(home)
     if uvloop.run(run_daemon(home, settings)):
         raise KeyboardInterrupt
 
@@ -75,7 +77,38 @@ def stop(folder: Path) -> None:
     raise UnreachableError(f"the node did not stop within {STOP_DEADLINE_S:.0f} s")
 
 
-def set_up_logging() -> None:
+class BoundedLog:
+    """Standard error, for a daemon whose standard error is its own log file: once that is longer than `MAX_LOG_BYTES`
+    it is set aside, in place of the one before, and a new one begun. Everything that the process prints moves along."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, text: str) -> int:
+        """Writes, to a new file if it is time."""
+        if os.fstat(STDERR).st_size > MAX_LOG_BYTES:
+            self._begin_anew()
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """Nothing stays behind."""
+        sys.stderr.flush()
+
+    def _begin_anew(self) -> None:
+        sys.stderr.flush()
+        descriptor, _ = open_log(self._path)
+        os.dup2(descriptor, STDERR)
+        os.close(descriptor)
+
+
+def log_output(home: Home | None) -> TextIO:
+    """Where events go: standard error, bounded where that is the log in this home."""
+    path = home.path / "logs" / "daemon.log" if home is not None else None
+    is_own_log = path is not None and path.exists() and os.path.samestat(path.stat(), os.fstat(STDERR))
+    return cast("TextIO", BoundedLog(path)) if path is not None and is_own_log else sys.stderr
+
+
+def set_up_logging(home: Home | None = None) -> None:
     """Events to standard error, one line each; colours only on a terminal."""
     colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     structlog.configure(
@@ -85,7 +118,7 @@ def set_up_logging() -> None:
             structlog.dev.ConsoleRenderer(colors=colours),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=log_output(home)),
         cache_logger_on_first_use=True,
     )
 
@@ -93,8 +126,8 @@ def set_up_logging() -> None:
 def _start_detached(home: Home) -> None:
     """A session of its own, with its log in the home; returns once the socket answers."""
     log_path = home.path / "logs" / "daemon.log"
-    log_path.parent.mkdir(mode=0o700, exist_ok=True)
-    with log_path.open("ab") as log:
+    descriptor, _ = open_log(log_path)
+    with open(descriptor, "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "node.cli", "up", "--home", str(home.path)],
             stdin=subprocess.DEVNULL,

@@ -31,6 +31,8 @@ from protocol.tls import channel_credentials, channel_options
 FETCH_DEADLINE_S = 300.0
 MANIFEST_DEADLINE_S = 10.0
 MAX_ANNOUNCED = 8
+RETIRED_BYTES = 256 << 20
+"""Room for chunks of retired versions; two versions' worth where that is more."""
 
 HolderSource = Callable[[Version], Awaitable[Sequence[Holder]]]
 """Finds holders by asking now, of whoever may know."""
@@ -62,6 +64,7 @@ class Versions:
         self._held: set[Version] = set()
         self._fetching: dict[Version, asyncio.Lock] = {}
         self._kept_from = Version(0)
+        self._retired: set[Digest] = set()
         self._clear_leftovers()
         self._recall()
 
@@ -178,11 +181,11 @@ class Versions:
 
     async def retire(self, *, keep_from: Version, now_s: float) -> None:
         """Forgets the bytes of versions before `keep_from`; manifests stay known for their seeds and their
-        chain. What no manifest names stays for a while: it may be the next version."""
-        gone: set[Digest] = set()
+        chain. What no manifest names stays for a while: it may be the next version. So does, within
+        `RETIRED_BYTES`, what somebody who is slow may be fetching still."""
         for version in [version for version in self._known if version < keep_from]:
             if version >= self._kept_from:
-                gone.update(self._known[version].body.chunks)
+                self._retired.update(self._known[version].body.chunks)
             self._held.discard(version)
             self.weights_path(version).unlink(missing_ok=True)
             self._holders.pop(version, None)
@@ -192,8 +195,10 @@ class Versions:
         bodies = [manifest.body for version, manifest in self._known.items() if version >= keep_from]
         keep = {digest for body in bodies for digest in (*body.chunks, *(file.digest for file in body.files))}
         self._kept_from = keep_from
-        await asyncio.to_thread(self.blobs.delete, gone - keep)
-        await asyncio.to_thread(self.blobs.delete_unreferenced, keep, now_s=now_s)
+        room = max(RETIRED_BYTES, 2 * sum(tensor.num_bytes for tensor in bodies[-1].tensors) if bodies else 0)
+        clean = self.blobs.delete_unreferenced
+        await asyncio.to_thread(clean, keep, now_s=now_s, retired=self._retired - keep, retired_bytes=room)
+        self._retired.intersection_update(await asyncio.to_thread(lambda: set(self.blobs.digests())))
 
     async def _fetch_from(self, version: Version, holders: Sequence[Holder]) -> None:
         if not holders:

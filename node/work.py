@@ -21,7 +21,7 @@ from node.state import NodeState
 from node.trainer_orders import TrainerOrders
 from node.training_session import TrainingSession
 from protocol.errors import HexcombError
-from protocol.ids import LeaseId, Version
+from protocol.ids import LeaseId, SlotKey, Version
 from protocol.round import open_plan
 from protocol.run import Role
 
@@ -66,10 +66,10 @@ class Work:
         """Held-out tasks are to be completed."""
         self._orders.evaluation = order
 
-    def cancel(self, lease_ids: tuple[LeaseId, ...]) -> None:
-        """Leases are over."""
+    def cancel(self, lease_ids: tuple[LeaseId, ...], slots: tuple[SlotKey, ...]) -> None:
+        """Leases are over, and single slots of others."""
         if self._rollouts is not None:
-            self._rollouts.cancel(lease_ids)
+            self._rollouts.cancel(lease_ids, slots)
 
     @property
     def num_leases(self) -> int:

@@ -165,14 +165,13 @@ def _grant(state: State, fact: f.LeaseGranted) -> None:
 
 def _close(state: State, fact: f.LeaseClosed) -> None:
     lease = state.leases[fact.lease_id]
-    is_fault = fact.is_fault or fact.how == "expired"
-    if is_fault:
+    if fact.is_fault:
         node = state.nodes[lease.peer_id]
         node.credit = max(0, node.credit - len(lease.slots))
     for place in list(lease.slots):
         _end_claim(state, fact.lease_id, place, how=fact.how)
         _wait_again(state, place)
-        if is_fault:
+        if fact.is_fault:
             node.failure += FAILURE_ALPHA * (1 - node.failure)
             slot = state.groups[place[0]].slots[place[1]]
             slot.num_tries, slot.failed_by = slot.num_tries + 1, lease.peer_id

@@ -67,6 +67,7 @@ def _judge(turn: Turn, round_: Round, batch: Batch) -> None:
     body = next(iter(words.values())).body
     metrics = {**_mean_metrics(words), **batch_metrics(turn.state, batch)}
     _commit(turn, body, round_id=round_.round_id, metrics=metrics, groups=batch.groups)
+    turn.soft.old_slots_since_ms = None
     cancel_stale(turn)
 
 

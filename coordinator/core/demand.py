@@ -1,11 +1,11 @@
 """Which of the nodes that want work may have it when there is less than they want. Pure.
 
 While there is enough for all, nobody waits. When there is not, groups' worth of slots are allotted by interleaved
-weighted round robin (`fair`) to the nodes that asked lately and did not get all: first among those that fill what
-they take, what they leave goes to the others. What is allotted to a node and not fetched in time is free again.
+weighted round robin (`fair`) to the nodes that asked lately, served or not: first among those that fill what they take,
+what they leave goes to the others. What is allotted to a node and not fetched in time is free again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from coordinator.core.fair import next_turn
 from coordinator.core.pace import weight_of
@@ -23,27 +23,39 @@ MAX_HUNGRY = 256
 """So many nodes compete at a time; those that wait longest."""
 
 
-def allowed_now(turn: Turn, peer_id: PeerId, *, num_wanted: int, num_there: int) -> int:
-    """How many of the `num_there` slots the node may take now, of the `num_wanted` that it could."""
+def allowed_now(
+    turn: Turn, peer_id: PeerId, *, num_wanted: int, num_there: int, room_of: Callable[[PeerId], int]
+) -> int:
+    """How many of the `num_there` slots the node may take now, of the `num_wanted` that it could. `room_of` says how
+    many a node could take at most."""
     hungry = turn.soft.hungry
+    if num_wanted <= 0 or num_there <= 0:
+        return 0
     for peer in [p for p, h in hungry.items() if turn.now_ms - h.asked_ms > HUNGER_MS or p not in turn.soft.live]:
         del hungry[peer]
-    others = sum(h.num_wanted for peer, h in hungry.items() if peer != peer_id)
+    if num_wanted + sum(known.num_wanted for known in hungry.values()) <= num_there:
+        return num_wanted
+    for peer, known in hungry.items():
+        known.num_usable = max(0, min(known.num_wanted, room_of(peer)))
+        known.num_allotted = min(known.num_allotted, known.num_usable)
+    others = sum(known.num_usable for peer, known in hungry.items() if peer != peer_id)
     if num_wanted + others <= num_there or not others:
         return min(num_wanted, num_there)
-    known = hungry.get(peer_id)
-    hungry[peer_id] = Hunger(num_wanted, turn.now_ms, known.num_allotted if known else 0)
+    before = hungry.get(peer_id)
+    hungry[peer_id] = Hunger(num_wanted, turn.now_ms, before.num_allotted if before else 0, num_wanted)
     _allot(turn, num_there)
     return min(num_wanted, num_there, hungry[peer_id].num_allotted)
 
 
 def note_served(turn: Turn, peer_id: PeerId, *, num_wanted: int, num_got: int) -> None:
-    """Remembers what a node still wants."""
+    """Remembers what a node still wants, and that one that got all will want more soon."""
     hungry = turn.soft.hungry
+    if num_wanted <= 0:
+        return
     known = hungry.pop(peer_id, None)
-    if num_got < num_wanted and (known is not None or len(hungry) < MAX_HUNGRY):
+    if known is not None or len(hungry) < MAX_HUNGRY:
         allotted = max(0, known.num_allotted - num_got) if known else 0
-        hungry[peer_id] = Hunger(num_wanted - num_got, turn.now_ms, allotted)
+        hungry[peer_id] = Hunger(max(num_wanted - num_got, turn.rules.spec.group_size), turn.now_ms, allotted)
 
 
 def _allot(turn: Turn, num_there: int) -> None:
@@ -58,13 +70,13 @@ def _allot(turn: Turn, num_there: int) -> None:
 
 def _allot_among(turn: Turn, peers: Iterable[PeerId], *, num_free: int, size: int) -> int:
     hungry = turn.soft.hungry
-    weights = {peer: weight_of(turn, peer) for peer in peers if hungry[peer].num_allotted < hungry[peer].num_wanted}
+    weights = {peer: weight_of(turn, peer) for peer in peers if hungry[peer].num_allotted < hungry[peer].num_usable}
     while num_free > 0 and weights:
         chosen = next_turn(turn.soft.credits, weights)
         known = hungry[chosen]
-        num = min(size, num_free, known.num_wanted - known.num_allotted)
+        num = min(size, num_free, known.num_usable - known.num_allotted)
         known.num_allotted += num
         num_free -= num
-        if known.num_allotted >= known.num_wanted:
+        if known.num_allotted >= known.num_usable:
             del weights[chosen]
     return num_free

@@ -116,6 +116,7 @@ def _decide(turn: Turn, event: e.Event) -> Reply:
         case e.EvaluationScored():
             evaluation.record(turn, event)
         case e.TimerFired():
+            roster.forgive_own_silence(turn)
             leases.expire_leases(turn)
             roster.watch_nodes(turn)
         case _:
@@ -130,6 +131,7 @@ def _start(turn: Turn) -> None:
     if turn.state.round is not None:
         rounds.abort(turn, reason="RESTART", detail="the coordinator was restarted", suspects=())
         turn.soft.reseal_after_ms = turn.now_ms
+    leases.allow_return(turn)
     ledger.ask_for_scores(turn)
 
 

@@ -10,12 +10,13 @@ import math
 from coordinator.core.demand import allowed_now, note_served
 from coordinator.core.effects import CancelLeases
 from coordinator.core.events import LeaseReturned, WorkRequested
-from coordinator.core.facts import LeaseGranted, OpenedGroup, PrefixDropped
+from coordinator.core.facts import LeaseExtended, LeaseGranted, OpenedGroup, PrefixDropped
 from coordinator.core.live import is_live
 from coordinator.core.opening import open_groups
 from coordinator.core.pace import lease_span_ms, part_of
 from coordinator.core.replies import Grant
 from coordinator.core.returns import close_lease
+from coordinator.core.roster import return_time_ms
 from coordinator.core.turn import Turn
 from protocol.errors import (
     LeaseUnknownError,
@@ -64,7 +65,9 @@ def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tupl
     old = _waiting_slots(turn, event.peer_id, version=event.version)
     num_spare = max(0, spare_groups(turn, version=event.version))
     num_there = len(old) + num_spare * group_size
-    count = allowed_now(turn, event.peer_id, num_wanted=wanted, num_there=num_there)
+    count = allowed_now(
+        turn, event.peer_id, num_wanted=wanted, num_there=num_there, room_of=lambda peer: _allowance(turn, peer)
+    )
     note_served(turn, event.peer_id, num_wanted=wanted, num_got=count)
     old = old[:count]
     num_new = min(math.ceil((count - len(old)) / group_size), num_spare)
@@ -91,6 +94,14 @@ def expire_leases(turn: Turn) -> None:
     for peer_id, lease_ids in by_peer.items():
         if peer_id in turn.soft.live:
             turn.ask(CancelLeases(peer_id, tuple(lease_ids)))
+
+
+def allow_return(turn: Turn) -> None:
+    """After a restart: what nodes finished while the coordinator was away can still be handed in."""
+    until_ms = turn.now_ms + return_time_ms(turn)
+    for lease_id, lease in turn.state.leases.items():
+        if lease.deadline_ms < until_ms:
+            turn.emit(LeaseExtended(lease_id, until_ms))
 
 
 def spare_groups(turn: Turn, *, version: Version) -> int:

@@ -90,7 +90,9 @@ def cancel_stale(turn: Turn) -> None:
         if is_fresh(v_train=head, v_token=group.version, max_lag=turn.max_lag):
             continue
         for sample, slot in enumerate(group.slots):
-            first = _first_version(turn, (index, sample), slot)
+            if slot.status not in ("waiting", "leased"):
+                continue
+            first = first_version(turn, (index, sample), slot)
             if first is None or is_fresh(v_train=head, v_token=first, max_lag=turn.max_lag):
                 continue
             if slot.lease_id is not None:
@@ -141,12 +143,10 @@ def _prolong(turn: Turn, progress: SlotProgress) -> None:
         turn.emit(LeaseExtended(progress.lease_id, until_ms))
 
 
-def _first_version(turn: Turn, place: tuple[int, int], slot: Slot) -> Version | None:
-    """Of a running slot's first token; None = it is not running, or has none yet."""
-    if slot.status not in ("waiting", "leased"):
-        return None
+def first_version(turn: Turn, place: tuple[int, int], slot: Slot) -> Version | None:
+    """Of the slot's first token that is known of; None = there is none."""
     progress = turn.soft.progress.get(place)
-    segments = progress.segments if progress else slot.prefix.segments if slot.prefix else ()
+    segments = progress.segments if progress else slot.prefix.segments if slot.prefix else slot.segments
     return segments[0][0] if segments else None
 
 

@@ -8,7 +8,7 @@ heartbeats and `RETURN_MS` to come back.
 from coordinator.core.apply import STRIKES_TO_FAIL
 from coordinator.core.effects import AssignRole
 from coordinator.core.events import CapabilityLearned, NodeSeen, SessionEnded
-from coordinator.core.facts import NodeLost, RoleGiven
+from coordinator.core.facts import LeaseExtended, NodeLost, RoleGiven
 from coordinator.core.returns import close_leases_of
 from coordinator.core.roles import Candidate, decide_roles
 from coordinator.core.soft import Sighting
@@ -47,11 +47,9 @@ def end_session(turn: Turn, event: SessionEnded) -> None:
 
 
 def watch_nodes(turn: Turn) -> None:
-    """Loses the nodes that were silent for too long. Time in which the coordinator itself stood still (a frozen or
-    starved process) is nobody's silence."""
+    """Loses the nodes that were silent for too long."""
     heartbeat_ms = round(turn.rules.spec.heartbeat_s * 1000)
-    _forgive_own_silence(turn, longest_ms=heartbeat_ms)
-    return_ms = HEARTBEATS_TO_LOSS * heartbeat_ms + RETURN_MS
+    return_ms = return_time_ms(turn)
     if turn.soft.thawed_ms is not None and turn.now_ms - turn.soft.thawed_ms <= return_ms:
         return  # streams that broke meanwhile end only now, and their nodes come back one by one
     for peer_id, sighting in list(turn.soft.live.items()):
@@ -66,14 +64,22 @@ def watch_nodes(turn: Turn) -> None:
             _lose(turn, peer_id, "it did not come back after the coordinator's restart")
 
 
-def _forgive_own_silence(turn: Turn, *, longest_ms: int) -> None:
-    """Timers fire several times a heartbeat; a longer gap between two of them is added to every last sign of life."""
-    soft = turn.soft
+def return_time_ms(turn: Turn) -> int:
+    """How long nodes may take to come back to a coordinator that was away."""
+    return HEARTBEATS_TO_LOSS * round(turn.rules.spec.heartbeat_s * 1000) + RETURN_MS
+
+
+def forgive_own_silence(turn: Turn) -> None:
+    """Time in which the coordinator itself stood still (a frozen or starved process) is nobody's silence. Timers fire
+    several times a heartbeat; a longer gap between two of them is added to every last sign of life and every lease."""
+    soft, longest_ms = turn.soft, round(turn.rules.spec.heartbeat_s * 1000)
     gap_ms = 0 if soft.watched_ms is None else turn.now_ms - soft.watched_ms
     soft.watched_ms = turn.now_ms
     if gap_ms <= longest_ms:
         return
     soft.thawed_ms = turn.now_ms
+    for lease_id, lease in turn.state.leases.items():
+        turn.emit(LeaseExtended(lease_id, lease.deadline_ms + gap_ms))
     soft.started_ms = (soft.started_ms or 0) + gap_ms
     for sighting in soft.live.values():
         sighting.seen_ms = min(sighting.seen_ms + gap_ms, turn.now_ms)

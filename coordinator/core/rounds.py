@@ -8,6 +8,7 @@ that is absent, slow or accused delays an attempt by a bounded time and is then 
 from coordinator.core.effects import AbortRound, SendPlan
 from coordinator.core.facts import AbortReason, GroupDropped, RoundAborted, RoundSealed, SlotDropped, TrainersFailed
 from coordinator.core.live import is_live, live_in_role
+from coordinator.core.returns import first_version
 from coordinator.core.shares import divide, num_live_tokens
 from coordinator.core.state import Batch, Round, Slot
 from coordinator.core.turn import Turn
@@ -102,18 +103,25 @@ def must_wait(turn: Turn) -> bool:
     this one. It is waited for as long as a lease may last, so that no node can stop the run; then its old tokens are
     masked."""
     soft, spec = turn.soft, turn.rules.spec
-    after = Version(turn.require_head().version + 1)
-    if spec.staleness != "wait" or not any(
-        slot.status in ("waiting", "leased", "accepted")
-        for group in turn.state.groups.values()
-        if not is_fresh(v_train=after, v_token=group.version, max_lag=turn.max_lag)
-        for slot in group.slots
-    ):
+    if spec.staleness != "wait" or not _has_old_slots(turn):
         soft.old_slots_since_ms = None
         return False
     if soft.old_slots_since_ms is None:
         soft.old_slots_since_ms = turn.now_ms
     return turn.now_ms - soft.old_slots_since_ms < round(spec.lease_s * 1000)
+
+
+def _has_old_slots(turn: Turn) -> bool:
+    after = Version(turn.require_head().version + 1)
+    for index, group in turn.state.groups.items():
+        if is_fresh(v_train=after, v_token=group.version, max_lag=turn.max_lag):
+            continue
+        for sample, slot in enumerate(group.slots):
+            if slot.status in ("leased", "accepted") or (slot.status == "waiting" and slot.prefix is not None):
+                first = first_version(turn, (index, sample), slot) or group.version
+                if not is_fresh(v_train=after, v_token=first, max_lag=turn.max_lag):
+                    return True
+    return False
 
 
 def _watch_stall(turn: Turn) -> None:

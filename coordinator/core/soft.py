@@ -40,11 +40,13 @@ class AskedEvaluation:
 
 @dataclass(slots=True)
 class Hunger:
-    """What a node still wants: slots, when it last asked, and how many of those that are free are kept for it."""
+    """What a node still wants: slots, when it last asked, how many of those that are free are kept for it, and how many
+    it could take as things stand."""
 
     num_wanted: int
     asked_ms: int
     num_allotted: int
+    num_usable: int = 0
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ removed, so that it is fetched again. Several processes may share the folder: a 
 at all. Nothing is synced to the disk, since a torn chunk is found out when it is read.
 """
 
+import contextlib
 import os
 import secrets
 import stat
@@ -84,29 +85,43 @@ class BlobStore:
             if is_digest(entry.name):
                 yield Digest(entry.name)
 
-    def delete(self, digests: Set[Digest]) -> None:
-        """Removes chunks at once, those that are here."""
-        for digest in digests:
-            self._path(digest).unlink(missing_ok=True)
-
-    def delete_unreferenced(self, keep: Set[Digest], *, now_s: float, grace_s: float = DEFAULT_GRACE_S) -> int:
-        """Removes what `keep` does not name and what has been there for `grace_s`; returns how many files
-        went.
+    def delete_unreferenced(
+        self,
+        keep: Set[Digest],
+        *,
+        now_s: float,
+        grace_s: float = DEFAULT_GRACE_S,
+        retired: Set[Digest] = frozenset(),
+        retired_bytes: int = 0,
+    ) -> int:
+        """Removes what `keep` does not name and what has been there for `grace_s`; of chunks in `retired`, whose
+        versions are past, the oldest sooner, so that `retired_bytes` of them stay. Returns how many files went.
 
         The grace is for chunks of a version that is being written or fetched, which no manifest names yet.
         `now_s` is the time since 1970. Leftovers of writers that died go too.
         """
-        num_removed = 0
+        doomed, past = list[str](), list[tuple[float, int, str]]()
         for entry in os.scandir(self.folder):
             is_ours = is_digest(entry.name) or entry.name.endswith(".tmp")
             if not is_ours or entry.name in keep:
                 continue
-            try:
-                if now_s - entry.stat(follow_symlinks=False).st_mtime >= grace_s:
-                    os.unlink(entry.path)
-                    num_removed += 1
-            except FileNotFoundError:  # another process was faster
-                continue
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                status = entry.stat(follow_symlinks=False)
+                if now_s - status.st_mtime >= grace_s:
+                    doomed.append(entry.path)
+                elif entry.name in retired:
+                    past.append((status.st_mtime, status.st_size, entry.path))
+        num_bytes = sum(size for _, size, _ in past)
+        for _, size, path in sorted(past):
+            if num_bytes <= retired_bytes:
+                break
+            doomed.append(path)
+            num_bytes -= size
+        num_removed = 0
+        for path in doomed:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+                num_removed += 1
         return num_removed
 
     def _path(self, digest: Digest) -> Path:

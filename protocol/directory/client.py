@@ -37,6 +37,7 @@ class Directory:
         Raises UsageError for a bootstrap that is no address, IdentityError, PortInUseError,
         MachineUnfitError, and EngineError when the child dies.
         """
+        _clear_sockets(Path(start.run_dir))
         child = await ChildProcess.start(
             "node.directory.worker",
             run_dir=Path(start.run_dir),
@@ -96,3 +97,9 @@ class Directory:
     def pid(self) -> int:
         """The child's process id."""
         return self._child.pid
+
+
+def _clear_sockets(run_dir: Path) -> None:
+    """Removes those of an earlier child that was killed; its network daemon went with it."""
+    for path in run_dir.glob("p2pd-*.sock"):
+        path.unlink(missing_ok=True)

@@ -99,7 +99,8 @@ class Clients:
 
     def live(self, failpoints: str = "", *, limit_bytes: int = 0, then: str = "", num_turns: int = 80) -> int:
         """One life of the process: it is worked with until it dies, or for so many turns; then everything is checked.
-        The process of the next life, which will have the failpoints `then`, is started meanwhile. The exit status."""
+        The process of the next life, which will have the failpoints `then`, is started meanwhile. The exit status, 0 if it
+        had to be killed, in the middle of its work."""
         process = self.next or start(self.path, failpoints=failpoints, bug=self.bug, limit_bytes=limit_bytes)
         self.next = start(self.path, failpoints=then, bug=self.bug) if then else None
         assert process.stdin is not None
@@ -110,8 +111,10 @@ class Clients:
                 if not is_alive:
                     break
                 is_alive = self.exchange(process, self.turn())
-            process.kill()
-            return process.wait(DEADLINE_S)
+            if is_alive:
+                self.exchange(process, self.turn(), is_last=True)
+            status = process.wait(DEADLINE_S)
+            return 0 if is_alive else status
         finally:
             process.kill()
             self.error = process.communicate(timeout=DEADLINE_S)[1].decode()
@@ -126,8 +129,9 @@ class Clients:
         if self.reader is not None:
             self.reader.close()
 
-    def exchange(self, process: "subprocess.Popen[bytes]", batch: list[e.Event]) -> bool:
-        """Sends some events at once and hears the answers; whether the process still lives."""
+    def exchange(self, process: "subprocess.Popen[bytes]", batch: list[e.Event], *, is_last: bool = False) -> bool:
+        """Sends some events at once and hears the answers; whether the process still lives. After the last ones it is
+        killed at the first answer."""
         assert process.stdin is not None
         assert process.stdout is not None
         self.now_ms += 20
@@ -148,6 +152,8 @@ class Clients:
             line = process.stdout.readline()
             if not line.endswith(b"\n"):
                 return False
+            if is_last:
+                process.kill()
             answer = msgspec.json.decode(line, type=Answer)
             waiting.remove(answer.number)
             self.hear(self.asked.pop(answer.number), answer)
@@ -239,5 +245,3 @@ class Clients:
         head = self.account.state.head
         said = int(newest.payload.split()[0]) if newest is not None else None
         assert said == (head.version if head is not None else None), "the newest manifest is not the head's"
-
-

@@ -8,6 +8,8 @@ one, as soon as the authority does. `BUGS` are the defects that the tests must f
 import asyncio
 import resource
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -69,12 +71,17 @@ def append_manifest_later(journal: Journal, entries: Sequence[Entry], state: Sta
 
 
 def append_too_late(journal: Journal, entries: Sequence[Entry], state: State) -> None:
-    """The authority answers, and the batch is written with the next one."""
-    waiting: list[Entry] = journal.__dict__.setdefault("waiting", [])
-    due = waiting[:]
-    waiting[:] = entries
-    if due:
-        Journal.append(journal, due, state=state)
+    """The authority answers while the batch is still on its way to the disk."""
+
+    def write() -> None:
+        time.sleep(0.02)
+        Journal.append(journal, entries, state=state)
+
+    before: threading.Thread | None = journal.__dict__.get("writing")
+    if before is not None:
+        before.join()
+    journal.__dict__["writing"] = threading.Thread(target=write)
+    journal.__dict__["writing"].start()
 
 
 def append_without_versions(journal: Journal, entries: Sequence[Entry], state: State) -> None:

@@ -1,24 +1,39 @@
 """The journal: durable at COMMIT, one writer, the same state again, and small however long the run."""
 
 import sqlite3
-import subprocess
-import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator import journal as journal_module
 from coordinator.core import apply as apply_module
+from coordinator.core import events as e
 from coordinator.core.facts import RolloutAccepted, VersionCommitted
-from coordinator.core.state import encode_state
+from coordinator.core.handle import Core
+from coordinator.core.state import State, encode_state
 from coordinator.journal import Entry, Journal
 from coordinator.journal_reader import JournalReader
+from coordinator.journal_schema import SCHEMA, environment_digest
 from protocol.errors import HomeInUseError, JournalError
-from protocol.ids import Digest, RunId, SlotKey, TaskKey, Version
+from protocol.ids import Digest, PeerId, RunId, SlotKey, TaskKey, Version
 from protocol.manifest import SignedManifest
-from tests.coordinator.world import RUN_ID, World
+from protocol.run import EnvironmentSpec
+from tests.coordinator.world import RUN_ID, World, make_rules
 
-ROOT = Path(__file__).parents[2]
+OLD_JOURNAL = Path(__file__).with_name("journal_schema_1.sql")
+"""A file of schema 1, as its release wrote it: five versions, an open round, and one of two leased slots filled."""
+
+
+def old_journal(folder: Path) -> Path:
+    """That file."""
+    path = folder / "old.db"
+    db = sqlite3.connect(path)
+    db.executescript(OLD_JOURNAL.read_text())
+    db.close()
+    return path
 
 
 class Book:
@@ -51,6 +66,14 @@ class Book:
         self.journal.close()
         self.journal = Journal(self.path, run_id=RUN_ID)
 
+    def sql(self, query: str) -> list[tuple[object, ...]]:
+        db = sqlite3.connect(self.path)
+        try:
+            return db.execute(query).fetchall()
+        finally:
+            db.commit()
+            db.close()
+
 
 @pytest.fixture
 def book(tmp_path: Path) -> Book:
@@ -73,6 +96,7 @@ def test_opening_gives_the_same_state(book: Book) -> None:
 
 def test_log_and_restart_are_bounded(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 50)
+    monkeypatch.setattr(journal_module, "MIN_LOG_SHARE", 0.0)
     book.run(30)
     reader = book.journal.reader
     lines = list(reader.lines())
@@ -88,9 +112,29 @@ def test_log_and_restart_are_bounded(book: Book, monkeypatch: pytest.MonkeyPatch
     book.journal.close()
 
 
+def test_a_large_state_is_not_written_over_and_over(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The facts between two snapshots weigh as much as one, but are never more than a restart can replay."""
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 10)
+    book.world.core.state.base_root = Digest("x" * 20_000)
+    book.run(16)
+    book.reopen()
+    book.run(14)
+    seqs = [seq for seq, _ in book.journal.reader.snapshots()]
+    assert book.journal.reader.snapshots()[0][1].base_root == "x" * 20_000
+    between = book.sql(f"SELECT sum(length(payload)) FROM facts WHERE seq > {seqs[0]} AND seq <= {seqs[1]}")[0][0]
+    assert isinstance(between, int)
+    assert between > 20_000
+    monkeypatch.setattr(journal_module, "MAX_FACTS_PER_SNAPSHOT", 10)
+    book.run(4)
+    newest = [seq for seq, _ in book.journal.reader.snapshots()]
+    assert newest[1] - newest[0] < 40
+    book.journal.close()
+
+
 def test_a_changed_rule_of_replay_is_found(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: an `apply` that differs from the one that wrote the snapshots."""
     monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 50)
+    monkeypatch.setattr(journal_module, "MIN_LOG_SHARE", 0.0)
     book.run(10)
     monkeypatch.setattr(apply_module, "MAX_EVALUATIONS_DUE", 0)
     monkeypatch.setattr(apply_module, "HISTORY", 2)
@@ -110,10 +154,7 @@ def test_rollouts_and_manifests_are_kept_while_they_are_needed(book: Book) -> No
     with pytest.raises(JournalError, match="not in the journal"):
         reader.rollout_bodies([slot])
     book.run(10)
-    with sqlite3.connect(book.path) as db:
-        (num_rollouts,) = db.execute("SELECT count(*) FROM rollout").fetchone()
-    db.close()
-    assert num_rollouts == 4 * 5
+    assert book.sql("SELECT count(*) FROM rollout") == [(4 * 5,)]
     newest = reader.newest_manifest()
     assert newest is not None
     assert newest == reader.manifest(Version(16))
@@ -122,17 +163,40 @@ def test_rollouts_and_manifests_are_kept_while_they_are_needed(book: Book) -> No
     book.journal.close()
 
 
+def test_sql_knows_who_filled_a_slot_with_what(book: Book) -> None:
+    book.run(2)
+    slot = SlotKey(Version(1), TaskKey("sums", 7, 2), 1)
+    query = "SELECT digest, peer, version, task, retired_at FROM rollout"
+    assert book.sql(f"{query} WHERE slot = '{slot}'") == [(f"digest of {slot}", "r0", 1, 2, 2)]
+    book.world.fill_batch()
+    book.write()
+    assert len(book.sql(f"{query} WHERE retired_at IS NULL")) == 4
+    book.journal.close()
+
+
+def test_a_slot_has_one_rollout_and_a_rollout_one_slot(book: Book) -> None:
+    """The tables hold even if the core did not."""
+    grant = book.world.lease()
+    book.world.submit(grant, grant.slots[0])
+    book.write()
+    (fact,) = [fact for fact in book.world.facts if isinstance(fact, RolloutAccepted)]
+    for wrong in (replace(fact, digest=Digest("another")), replace(fact, slot=grant.slots[1])):
+        with pytest.raises(JournalError, match="UNIQUE constraint failed: rollout"):
+            book.journal.append([book.entry((wrong,))], state=book.world.core.state)
+    book.journal.close()
+
+
 def test_a_batch_is_written_whole_or_not_at_all(book: Book) -> None:
     before = [line.seq for line in book.journal.reader.lines()]
     grant = book.world.lease()
     book.world.submit(grant, grant.slots[0])
     good = book.entry(tuple(book.world.facts[-2:]))
-    doubled = Entry(0, (), good.bodies + good.bodies, ())
-    with pytest.raises(JournalError, match="could not be written"):
-        book.journal.append([good, doubled], state=book.world.core.state)
-    assert [line.seq for line in book.journal.reader.lines()] == before
-    with pytest.raises(JournalError):
-        book.journal.reader.rollout_bodies([grant.slots[0]])
+    for bad in (good, Entry(0, good.facts), Entry(0, (), (), ((Version(0), SignedManifest(b"other", b"s")),))):
+        with pytest.raises(JournalError, match="could not be written"):
+            book.journal.append([good, bad], state=book.world.core.state)
+        assert [line.seq for line in book.journal.reader.lines()] == before
+        with pytest.raises(JournalError):
+            book.journal.reader.rollout_bodies([grant.slots[0]])
     book.journal.close()
 
 
@@ -153,25 +217,102 @@ def test_reader_alone_opens_a_closed_journal(book: Book) -> None:
     reader.close()
 
 
-def test_foreign_newer_and_damaged_journals_are_refused(book: Book) -> None:
+def test_what_is_read_inside_is_of_one_commit(book: Book) -> None:
+    reader = JournalReader(book.path)
+    with reader.frozen():
+        before = len(list(reader.lines()))
+        book.run(1)
+        with reader.frozen():
+            assert len(list(reader.lines())) == before
+    assert len(list(reader.lines())) > before
+    reader.close()
+    book.journal.close()
+
+
+def test_foreign_and_newer_journals_are_refused(book: Book, tmp_path: Path) -> None:
     book.run(2)
     book.journal.close()
     with pytest.raises(JournalError, match="belongs to run"):
         Journal(book.path, run_id=RunId("cd" * 16))
-    db = sqlite3.connect(book.path)
-    db.execute("PRAGMA user_version = 99")
-    db.commit()
-    db.close()
-    with pytest.raises(JournalError, match="newer release"):
-        Journal(book.path, run_id=RUN_ID)
-    data = bytearray(book.path.read_bytes())
-    data[4096 * 2 : 4096 * 4] = b"\xff" * 8192
-    book.path.write_bytes(bytes(data))
-    with pytest.raises(JournalError):
-        Journal(book.path, run_id=RUN_ID)
+    book.sql("PRAGMA user_version = 99")
+    before = book.path.read_bytes()
+    for open_it in (lambda: Journal(book.path, run_id=RUN_ID), lambda: JournalReader(book.path)):
+        with pytest.raises(JournalError, match="newer release"):
+            open_it()
+    assert book.path.read_bytes() == before
+    other = sqlite3.connect(tmp_path / "other.db")
+    other.execute("CREATE TABLE songs(title)")
+    other.close()
+    with pytest.raises(JournalError, match="another program made it"):
+        Journal(tmp_path / "other.db", run_id=RUN_ID)
+
+
+def test_damaged_journals_are_refused_with_a_remedy(book: Book) -> None:
+    book.run(6)
+    book.journal.close()
+    good = book.path.read_bytes()
+    for page in range(1, len(good) // 4096, 3):
+        data = bytearray(good)
+        data[4096 * page : 4096 * (page + 1)] = b"\xff" * 4096
+        book.path.write_bytes(bytes(data))
+        with pytest.raises(JournalError, match=r"damaged because integrity_check.*put a backup in its place"):
+            Journal(book.path, run_id=RUN_ID)
     book.path.write_bytes(b"not a database at all, but long enough to be read as one" * 100)
-    with pytest.raises(JournalError, match="could not be opened"):
+    with pytest.raises(JournalError, match=r"damaged because integrity_check.*not a database"):
         Journal(book.path, run_id=RUN_ID)
+
+
+def spoil(book: Book, marker: bytes) -> None:
+    """One bit of a payload: SQLite's own check cannot see it."""
+    data = book.path.read_bytes()
+    at = data.rindex(marker)
+    book.path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert book.sql("PRAGMA integrity_check") == [("ok",)]
+
+
+@pytest.mark.parametrize(
+    ("marker", "read"),
+    [
+        (b"RewardRecorded", JournalReader.recover),
+        (b"retired_tally", JournalReader.recover),
+        (b"v5/sums:7:11/1", lambda reader: reader.rollout_bodies([SlotKey(Version(5), TaskKey("sums", 7, 11), 1)])),
+        (b"v5/sums:7:11/1", lambda reader: reader.check_content(reader.recover())),
+    ],
+    ids=["a fact", "a snapshot", "a rollout", "a rollout, by the check"],
+)
+def test_a_flipped_bit_is_found(
+    book: Book, marker: bytes, read: Callable[[JournalReader], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_EVERY", 30)
+    book.run(6)
+    grant = book.world.lease()
+    book.world.submit(grant, grant.slots[0])
+    book.world.score(grant.slots[0])
+    book.write()
+    book.journal.close()
+    spoil(book, marker)
+    reader = JournalReader(book.path)
+    with pytest.raises(JournalError, match="checksum of"):
+        read(reader)
+    reader.close()
+
+
+def test_missing_facts_and_rollouts_are_found(book: Book) -> None:
+    book.run(2)
+    book.world.fill_batch()
+    book.write()
+    state = book.journal.reader.recover()
+    assert book.journal.reader.check_content(state) == 12
+    book.sql("DELETE FROM rollout WHERE slot = (SELECT max(slot) FROM rollout)")
+    with pytest.raises(JournalError, match="1 accepted rollouts are missing"):
+        book.journal.reader.check_content(state)
+    book.sql("UPDATE rollout SET digest = 'forged' WHERE slot = (SELECT max(slot) FROM rollout)")
+    with pytest.raises(JournalError, match="is not the one that the facts say"):
+        book.journal.reader.check_content(state)
+    book.sql("DELETE FROM facts WHERE seq = 20")
+    with pytest.raises(JournalError, match="fact 20 is missing"):
+        book.journal.reader.recover()
+    book.journal.close()
 
 
 def test_journal_is_private(book: Book) -> None:
@@ -184,24 +325,110 @@ def test_reader_of_nothing(tmp_path: Path) -> None:
         JournalReader(tmp_path / "none.db")
 
 
-@pytest.mark.parametrize("num_acks", [1, 7, 23])
-def test_killed_writer_loses_nothing_that_it_acknowledged(tmp_path: Path, num_acks: int) -> None:
-    path = tmp_path / "journal.db"
-    command = [sys.executable, "-m", "tests.coordinator.journal_writer", str(path)]
-    writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    acks = [writer.stdout.readline().strip() for _ in range(num_acks)]
-    writer.kill()
-    acks += writer.stdout.read().split()
-    writer.stdout.close()
-    assert writer.wait(timeout=30) == -9
-    journal = Journal(path, run_id=RUN_ID)
-    accepted = [str(line.fact.slot) for line in journal.reader.lines() if isinstance(line.fact, RolloutAccepted)]
-    assert accepted[: len(acks)] == acks
-    assert len(accepted) - len(acks) in (0, 1), "the one that was durable and not yet said"
+def test_an_older_journal_is_migrated_and_the_run_goes_on(tmp_path: Path) -> None:
+    path = old_journal(tmp_path)
+    db = sqlite3.connect(path)
+    slots = {slot for (slot,) in db.execute("SELECT slot FROM rollout")}
+    (encoded,) = db.execute("SELECT state FROM snapshot ORDER BY seq DESC").fetchone()
+    db.close()
+    known = set(msgspec.msgpack.decode(encoded))
+    assert known < set(msgspec.msgpack.decode(encode_state(State()))), "the file lacks fields of today"
+    with pytest.raises(JournalError, match="an older release wrote it"):
+        JournalReader(path)
+    journal = Journal(path, run_id=RUN_ID, environment=Digest("the run's"))
     state = journal.reader.recover()
-    digests = {str(group.key(i)): slot.digest for group in state.groups.values() for i, slot in enumerate(group.slots)}
-    for task in state.retired.values():
-        digests |= {str(SlotKey(task.version, task.task, i)): f and f[1] for i, f in enumerate(task.fills)}
-    assert all(digests[name] == Digest(f"digest of {name}") for name in accepted if name in digests)
+    assert state.head is not None
+    assert (state.head.version, state.tally["trained"], state.tally["in_round"]) == (5, 20, 4)
+    assert journal.reader.check_replay() == 0
+    assert journal.reader.check_content(state) == len(slots) == 25
     journal.close()
+    db = sqlite3.connect(path)
+    assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA,)
+    rows = db.execute("SELECT slot, digest, peer, version FROM rollout").fetchall()
+    assert {slot for slot, *_ in rows} == slots
+    assert all((digest, peer) == (f"digest of {slot}", "r0") for slot, digest, peer, _ in rows)
+    assert all(slot.startswith(f"v{version}/") for slot, _, _, version in rows)
+    db.close()
+    go_on(path, state)
+
+
+def go_on(path: Path, state: State) -> None:
+    """The run's next versions, from what the migrated file holds; a repeated rollout is still known."""
+    book = Book(path)
+    book.world.rules = replace(book.world.rules, num_trainers=1, expected_nodes=2)
+    book.world.core = Core(book.world.rules, state)
+    book.world.now_ms = 1_010_000
+    book.world.do(e.CoordinatorStarted())
+    slot = next(group.key(0) for group in state.groups.values() if group.slots[0].digest)
+    again = e.RolloutSubmitted(PeerId("r0"), "none", slot, Digest(f"digest of {slot}"), ((slot.version, 4),))  # type: ignore[arg-type]
+    assert getattr(book.world.do(again).reply, "outcome", "") == "DUPLICATE"
+    for name in ("t0", "r0"):
+        book.world.see(name)
+        book.world.do(e.CapabilityLearned(PeerId(name), e.Capability(1.0, 1.0, 1, "cpu")))
+    book.world.tick()
+    book.world.finish_round()
+    book.world.see_all()
+    book.write()
+    book.run(3)
+    reader = book.journal.reader
+    assert encode_state(reader.recover()) == encode_state(book.world.core.state)
+    assert reader.check_replay() == len(book.world.facts)
+    reader.check_content(reader.recover())
+    book.journal.close()
+
+
+def test_a_migration_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    path = old_journal(tmp_path)
+    db = sqlite3.connect(path)
+    db.execute("INSERT INTO rollout VALUES('v5/sums:7:99/0', 99, NULL, x'00')")
+    db.commit()
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="which no fact knows"):
+        Journal(path, run_id=RUN_ID)
+    db = sqlite3.connect(path)
+    assert db.execute("PRAGMA user_version").fetchone() == (1,)
+    assert db.execute("SELECT count(*) FROM rollout").fetchone() == (26,)
+    db.close()
+    assert len(path.read_bytes()) == len(before)
+
+
+def test_an_empty_old_journal_is_migrated(tmp_path: Path) -> None:
+    path = old_journal(tmp_path)
+    db = sqlite3.connect(path)
+    db.executescript("DELETE FROM facts; DELETE FROM snapshot; DELETE FROM rollout; DELETE FROM manifest;")
+    db.close()
+    journal = Journal(path, run_id=RUN_ID)
+    assert encode_state(journal.reader.recover()) == encode_state(State())
+    journal.close()
+
+
+def test_other_tasks_on_an_old_journal_are_refused(tmp_path: Path) -> None:
+    rules, path = make_rules(), tmp_path / "journal.db"
+    ours = environment_digest(rules.spec)
+    mistyped = environment_digest(replace(rules.spec, environment=EnvironmentSpec("smus")))
+    Journal(path, run_id=RUN_ID, environment=mistyped).close()
+    Journal(path, run_id=RUN_ID, environment=ours).close()  # nothing was opened under the other name
+    book = Book(path)
+    book.world.start()
+    book.world.lease()
+    book.write()
+    book.journal.close()
+    with pytest.raises(JournalError, match=r"\[task\] section is not the one with which the run began.*home folder"):
+        Journal(path, run_id=RUN_ID, environment=mistyped)
+    Journal(path, run_id=RUN_ID, environment=ours).close()
+
+
+def test_each_setting_of_the_tasks_has_its_digest() -> None:
+    spec = make_rules(environment=EnvironmentSpec("sums", {"a": 1, "b": 2})).spec
+    environment = spec.environment
+    others = [
+        replace(spec, seed=8),
+        *(
+            replace(spec, environment=replace(environment, **{name: value}))
+            for name, value in {"name": "x", "params": {"a": 1}, "prompt": "expression", "num_tasks": 9}.items()
+        ),
+    ]
+    assert len({environment_digest(each) for each in [spec, *others]}) == 6
+    same = replace(spec, environment=replace(environment, params={"b": 2, "a": 1}), name="other", max_lag=9)
+    assert environment_digest(same) == environment_digest(spec)

@@ -224,13 +224,17 @@ async def test_a_sample_stopped_under_way_goes_on_from_its_chunks(engine: Engine
 
 async def test_stopping_frees_the_places(engine: Engine) -> None:
     """All places are taken by long samples; a short one goes through once they are stopped, before they could end."""
-    longs = some_requests(40, length=350)
-    running = asyncio.create_task(collect(engine, longs))
-    short = replace(some_requests(1, length=2)[0], key="short")
-    waiting = asyncio.create_task(collect(engine, [short]))
-    await collect(engine, [])
-    await engine.stop({request.key for request in longs})
-    assert {sample.finish_reason for sample in (await running).values()} == {"abort"}
+    longs, (short,) = some_requests(40, length=350), some_requests(1, length=2)
+    reasons: list[str] = []
+    waiting = None
+    async for part in engine.generate(longs, chunk_tokens=2):
+        if isinstance(part, Sample):
+            reasons.append(part.finish_reason)
+        elif waiting is None:
+            waiting = asyncio.create_task(collect(engine, [replace(short, key="short")]))
+            await engine.stop({request.key for request in longs})
+    assert reasons == ["abort"] * 40
+    assert waiting is not None
     assert len((await waiting)["short"].token_ids) == 2
 
 

@@ -1,5 +1,6 @@
 """What a node knows and holds of versions: signed, chained, one root a number, and found again after a restart."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -120,6 +121,33 @@ async def test_retiring_removes_bytes_that_nobody_needs(node_home: Home) -> None
     assert versions.weights_path(Version(1)).exists()
     assert set(versions.blobs.digests()) == set(versions.body(Version(1)).chunks)
     assert versions.manifest(Version(0)) is not None
+
+
+async def test_disk_stays_bounded_however_fast_versions_come(node_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Well within the grace for what is being fetched; four chunks of retired versions have room, and stay."""
+    monkeypatch.setattr("node.versions.RETIRED_BYTES", 4096)
+    versions, last, parent = versions_of(node_home), None, None
+    for number in range(12):
+        body = make_body(number, float(number), versions.blobs, parent)
+        parent, last = body.root, signed(body, last)
+        versions.learn(last)
+        await versions.fetch(Version(number))
+        staged = versions.blobs.put(b"not named by any manifest yet")
+        await versions.retire(keep_from=Version(number - 1), now_s=time.time())
+        assert versions.blobs.has(staged)
+    kept = {digest for number in range(7, 12) for digest in versions.body(Version(number)).chunks}
+    assert {digest for number in (10, 11) for digest in versions.body(Version(number)).chunks} <= kept
+    assert len(set(versions.blobs.digests()) - {staged} - kept) <= 1
+    assert len(list(versions.blobs.digests())) < 12
+
+
+async def test_what_a_killed_daemon_left_half_written_is_removed(node_home: Home) -> None:
+    folder = versions_of(node_home).weights_path(Version(0)).parent
+    (folder / ".v0.safetensors.0a.tmp").write_bytes(b"half")
+    (node_home.path / "manifests" / ".0.msgpack.0a").write_bytes(b"half")
+    versions_of(node_home)
+    assert list(folder.iterdir()) == []
+    assert list((node_home.path / "manifests").iterdir()) == []
 
 
 def test_announced_holders_are_parsed_and_oneself_is_left_out() -> None:

@@ -11,22 +11,27 @@ from coordinator.core.handle import Core
 from coordinator.core.replies import Grant
 from protocol.errors import HexcombError
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, Version
+from protocol.run import EnvironmentSpec
 from tests.coordinator.world import BASE, make_body, make_rules
-from tests.scenarios.phrases import seconds_word, slot_word, tokens_word
+from tests.scenarios.phrases import seconds_word, slot_word
 from tests.scenarios.stage import Actor, Stage, StoryError
+from tests.scenarios.tokens import Tokens, behind, edges, merged, tokens_of
 
 STEP_MS = 500
 MAX_LEASES = 200
 ROLES: dict[str, e.InviteRole] = {"auto": "auto", "trainer": "trainer", "rollout": "rollout"}
-Tokens = tuple[tuple[Version, int], ...]
 
 
 class SwarmActs(Stage):
     """Nodes, time and the coordinator itself."""
 
     def do_rules(self, **changes: str) -> None:
-        """`rules max_lag=0 mode=sequential`: names of `RunSpec` or `Rules`, before anything else."""
-        self.core = Core(make_rules(**{name: _value(text) for name, text in changes.items()}))
+        """`rules max_lag=0 mode=sequential`: names of `RunSpec` or `Rules`, or `num_tasks`, before anything else."""
+        values = {name: _value(text) for name, text in changes.items()}
+        if "num_tasks" in changes:
+            values["environment"] = EnvironmentSpec("sums", num_tasks=int(changes["num_tasks"]))
+            del values["num_tasks"]
+        self.core = Core(make_rules(**values))
 
     def do_base(self) -> None:
         """The organizer's base model is there."""
@@ -146,8 +151,8 @@ class WorkActs(SwarmActs):
 
     def _default(self, word: str) -> Tokens:
         slot = self.core.state.find(self.keys[word])
-        prefix = slot.prefix.edge.split(" ")[1:] if slot is not None and slot.prefix else []
-        return (*_split(prefix)[1], (Version(self.head), 4))
+        prefix = behind(slot.prefix.edge) if slot is not None and slot.prefix else ()
+        return (*prefix, (Version(self.head), 4))
 
     def _submit(self, name: str, word: str, pieces: Tokens, *, lease: str = "", digest: str = "") -> None:
         claim, body = self._claim(name, word, lease), Digest(digest or f"of {word} by {name}")
@@ -230,25 +235,9 @@ class RoundActs(WorkActs):
             self.do_load(*(name for name in self.actors if name not in but.split(",")))
 
 
-def edges(word: str, pieces: Sequence[tuple[Version, int]]) -> list[Digest]:
-    """A readable stand-in for the chain of digests: equal exactly for equal pieces of the same slot."""
-    return [Digest(f"{word} {tokens_word(pieces[: count + 1])}") for count in range(len(pieces))]
-
-
-def merged(pieces: Sequence[tuple[Version, int]]) -> Tokens:
-    """Neighbours of one version as one segment."""
-    found: list[tuple[Version, int]] = []
-    for version, length in pieces:
-        before = found.pop()[1] if found and found[-1][0] == version else 0
-        found.append((version, before + length))
-    return tuple(found)
-
-
 def _split(words: Sequence[str]) -> tuple[list[str], Tokens]:
     """Slots, and pieces of tokens."""
-    pieces = [word[1:].split("*") for word in words if "*" in word]
-    tokens = tuple((Version(int(version)), int(length)) for version, length in pieces)
-    return [word for word in words if "*" not in word], tokens
+    return [word for word in words if "*" not in word], tokens_of([word for word in words if "*" in word])
 
 
 def _milliseconds(span: str) -> int:

@@ -17,9 +17,9 @@ from coordinator.core.replies import Grant, Receipt, Reply
 from coordinator.core.shares import ShareItem
 from protocol.errors import HexcombError
 from protocol.ids import SlotKey
+from tests.scenarios.tokens import tokens_word
 
 Phrase = tuple[str, str]
-Segments = tuple[tuple[int, int], ...]
 START_MS = 1_000_000
 """The coordinator's clock when a story begins."""
 
@@ -30,11 +30,6 @@ WIDE = 12
 def slot_word(slot: SlotKey) -> str:
     """`0/1` is the second sample of task 0."""
     return f"{slot.task.index}/{slot.sample}"
-
-
-def tokens_word(segments: Iterable[tuple[int, int]]) -> str:
-    """`v0*4 v1*2` is four tokens of version 0 and two of version 1."""
-    return " ".join(f"v{version}*{length}" for version, length in segments)
 
 
 def seconds_word(time_ms: int) -> str:

@@ -4,10 +4,12 @@ Times are seconds since the swarm made its first version.
 """
 
 import contextlib
+import itertools
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ class Ledger:
     def longest_stall_s(self, *, until_s: float) -> float:
         """The longest time between two versions, the one that goes on at `until_s` included."""
         times = [at_s for at_s, _ in self.version_times] + [until_s]
-        return max((after - before for before, after in zip(times, times[1:], strict=False)), default=until_s)
+        return max((after - before for before, after in itertools.pairwise(times)), default=until_s)
 
     def look(self, victims: Sequence[Victim], homes: Sequence[Path], *, at_s: float, now_s: float) -> None:
         """A sample of each process and of each home; `now_s` is the time since 1970."""
@@ -85,6 +87,12 @@ class Ledger:
         for home in homes:
             size, num_files = size_of(home)
             self.disks.append(DiskSample(at_s, home.name, size / MEGABYTE, num_files))
+
+    def write(self, path: Path) -> None:
+        """Every sample, one JSON line each, for whoever wants to know more than the table says."""
+        with path.open("w") as file:
+            for sample in (*self.processes, *self.disks):
+                file.write(json.dumps({"sample": type(sample).__name__, **asdict(sample)}) + "\n")
 
 
 def imbalances(status: dict[str, Any]) -> list[str]:

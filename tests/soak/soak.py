@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -120,9 +121,9 @@ class Soak:
             await asyncio.sleep(ASK_EVERY_S)
         raise UnreachableError("the swarm made no version", why=f"the logs are in {self.swarm.folder}")
 
-    async def _status(self) -> dict[str, object] | None:
+    async def _status(self) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError, TimeoutError):
-            answer: dict[str, object] = json.loads(await http_get(self.page + "api/v1/status"))
+            answer: dict[str, Any] = json.loads(await http_get(self.page + "api/v1/status"))
             return answer
         return None
 
@@ -264,6 +265,7 @@ def main() -> int:
         try:
             asyncio.run(until_signalled(_whole(soak, plan, base)))
             lasted_s = soak.lasts_s
+            soak.ledger.write(folder / "samples.jsonl")
             table = [*figures(soak.ledger, lasted_s=lasted_s), *journal_figures(folder / "coordinator")]
             table.append(at_most("processes left behind", sweep(mark), 0, anchor="none"))
             for trouble in (*soak.ledger.unbalanced, *soak.ledger.ended, *soak.ledger.orphans):

@@ -23,13 +23,16 @@ RSS_ROOM_MB, FILES_ROOM, DISK_ROOM_MB = 30.0, 16.0, 20.0
 PROCESS_KINDS = (
     "coordinator",
     "coordinator directory",
+    "coordinator p2pd",
     "coordinator grader",
     "trainer daemon",
     "trainer compute",
     "trainer directory",
+    "trainer p2pd",
     "rollout daemon",
     "rollout compute",
     "rollout directory",
+    "rollout p2pd",
 )
 
 
@@ -49,21 +52,14 @@ def figures(ledger: Ledger, *, lasted_s: float) -> list[Figure]:
     ]
     least = 1.0 if lasted_s >= JUDGED_S else 0.0
     for kind in KINDS:
-        for word in ("killed", "stopped"):
-            count = float(ledger.kills[f"{kind} {word}"])
-            name = f"{kind} {word}"
-            is_asked = word == "killed" and least
-            made.append(
-                at_least(name, count, least, anchor="each kind") if is_asked else reported(name, count, anchor="")
-            )
+        killed, stopped = (float(ledger.kills[f"{kind} {word}"]) for word in ("killed", "stopped"))
+        made.append(at_least(f"{kind}, killed", killed, least, anchor=f"and stopped for a while {stopped:.0f} times"))
     for kind in PROCESS_KINDS:
         samples = [sample for sample in ledger.processes if sample.kind == kind]
-        made.append(_process_figure(f"RSS growth, {kind}", samples, lambda s: s.rss_mb, RSS_ROOM_MB, "MB", lasted_s))
-        made.append(
-            _process_figure(
-                f"descriptors, growth, {kind}", samples, lambda s: float(s.num_files), FILES_ROOM, "", lasted_s
-            )
-        )
+        memory = growth(samples, lambda sample: sample.rss_mb, lasted_s=lasted_s)
+        files = growth(samples, lambda sample: float(sample.num_files), lasted_s=lasted_s)
+        made.append(_judge(f"memory growth, {kind}", memory, room=RSS_ROOM_MB, unit="MB", lasted_s=lasted_s))
+        made.append(_judge(f"descriptor growth, {kind}", files, room=FILES_ROOM, unit="", lasted_s=lasted_s))
     for home in sorted({sample.home for sample in ledger.disks}):
         of_home = [sample for sample in ledger.disks if sample.home == home]
         made.append(_disk_figure(home, of_home, lasted_s))
@@ -87,17 +83,6 @@ def growth(
             before = statistics.median(v for _, v in ages[:quarter])
             found.append((statistics.median(v for _, v in ages[-quarter:]) - before, before))
     return max(found, key=lambda pair: pair[0] / max(pair[1], 1.0), default=None)
-
-
-def _process_figure(
-    name: str,
-    samples: Sequence[ProcessSample],
-    value: Callable[[ProcessSample], float],
-    room: float,
-    unit: str,
-    lasted_s: float,
-) -> Figure:
-    return _judge(name, growth(samples, value, lasted_s=lasted_s), room=room, unit=unit, lasted_s=lasted_s)
 
 
 def _disk_figure(home: str, samples: Iterable[DiskSample], lasted_s: float) -> Figure:

@@ -16,8 +16,10 @@ CHILDREN = {
     "node.compute.worker": "compute",
     "node.directory.worker": "directory",
     "coordinator.grader_worker": "grader",
+    "p2pd": "p2pd",
 }
-KINDS = ("rollout daemon", "trainer daemon", "coordinator", "compute", "directory", "grader")
+"""The word of a command line by which each is known."""
+KINDS = ("rollout daemon", "trainer daemon", "coordinator", "compute", "directory", "p2pd", "grader")
 STOP_SHARE = 0.2
 STOP_S = (5.0, 20.0)
 
@@ -80,7 +82,8 @@ def _children_of(name: str, children: Iterable[psutil.Process]) -> list[Victim]:
     found = []
     for child in children:
         with contextlib.suppress(psutil.Error):
-            kind = next((CHILDREN[word] for word in child.cmdline() if word in CHILDREN), None)
+            words = [word.rpartition("/")[2] for word in child.cmdline()]
+            kind = next((CHILDREN[word] for word in words if word in CHILDREN), None)
             if kind is not None:
                 found.append(Victim(kind, name, child.pid, child.create_time()))
     return found

@@ -1,0 +1,139 @@
+"""Pieces of slots under way, on their way to the coordinator. Impure: the clock.
+
+`PieceSender` gathers the pieces of all leases and hands them in together, so that another node can go on where this one
+is lost. Invariants: at most one call is in flight; the pieces of a slot leave in order and without a hole; what is held
+is bounded, and held only while its slot is worked on. Received is not accepted: a finished rollout is handed in whole.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from node.backoff import backoff_s
+from node.orders import PiecesReceived
+from protocol.errors import HexcombError
+from protocol.ids import LeaseId, SlotKey
+from protocol.rollout import Piece
+
+MAX_HELD = 32_768
+MAX_CALL = 2_048
+MUCH = 256
+"""So many pieces do not wait for the interval to end, but for an eighth of it."""
+
+log = structlog.get_logger("pieces")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotProgress:
+    """New pieces of a slot that is filled under a lease, in order."""
+
+    lease_id: LeaseId
+    slot: SlotKey
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True)
+class _Stream:
+    """All pieces of one slot, those that came with the lease before its own; the first `num_in` were handed in. Once it
+    is cut no later piece is taken, since that would leave a hole."""
+
+    pieces: list[Piece]
+    num_in: int
+    is_cut: bool = False
+
+    def rewind(self, position: int) -> None:
+        """The coordinator lacks the tokens from `position` on."""
+        before = (number for number, piece in enumerate(self.pieces) if piece.start + len(piece.token_ids) > position)
+        self.num_in = min(self.num_in, next(before, self.num_in))
+
+
+@dataclass(slots=True)
+class PieceSender:
+    """Hands pieces in by `submit` about every `interval_s`. `on_unwanted` is told of slots to stop, `on_time` of the
+    seconds until a lease ends."""
+
+    submit: Callable[[Sequence[SlotProgress]], Awaitable[PiecesReceived]]
+    interval_s: float
+    counts: Counter[str]
+    on_unwanted: Callable[[LeaseId, SlotKey], None]
+    on_time: Callable[[LeaseId, float], None]
+    _streams: dict[tuple[LeaseId, SlotKey], _Stream] = field(default_factory=dict)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _last_s: float = float("-inf")
+
+    def add(self, lease_id: LeaseId, slot: SlotKey, piece: Piece, *, prefix: Sequence[Piece] = ()) -> None:
+        """The next piece of a slot that began with `prefix`, which the coordinator has."""
+        stream = self._streams.setdefault((lease_id, slot), _Stream([*prefix], len(prefix)))
+        if stream.is_cut or sum(len(other.pieces) for other in self._streams.values()) >= MAX_HELD:
+            self.counts["pieces/no room"] += 1
+            stream.is_cut = True
+            return
+        stream.pieces.append(piece)
+        self._news.set()
+
+    def forget(self, lease_id: LeaseId, slot: SlotKey) -> None:
+        """The slot is not worked on any more."""
+        self._streams.pop((lease_id, slot), None)
+
+    async def run(self) -> None:
+        """Until cancelled. A call that fails is made again, with what is still wanted then."""
+        num_failures = 0
+        while True:
+            await self._wait_until_due()
+            progress = list(self._take())
+            try:
+                received = await self.submit(progress)
+            except HexcombError as error:
+                wait_s = backoff_s(num_failures, chance=random.random(), base_s=self.interval_s)
+                num_failures += 1
+                self.counts["pieces/calls failed"] += 1
+                log.info("pieces not handed in", code=error.code, why=error.sentence(), next_in_s=round(wait_s, 1))
+                await asyncio.sleep(wait_s)
+                continue
+            num_failures, self._last_s = 0, time.monotonic()
+            self._note(progress, received)
+
+    async def _wait_until_due(self) -> None:
+        while True:
+            self._news.clear()
+            num_waiting = sum(len(stream.pieces) - stream.num_in for stream in self._streams.values())
+            interval_s = self.interval_s / 8 if num_waiting >= MUCH else self.interval_s
+            wait_s = self._last_s + interval_s - time.monotonic()
+            if num_waiting and wait_s <= 0:
+                return
+            try:
+                async with asyncio.timeout(wait_s if num_waiting else None):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    def _take(self) -> Iterator[SlotProgress]:
+        room = MAX_CALL
+        for (lease_id, slot), stream in self._streams.items():
+            pieces = tuple(stream.pieces[stream.num_in : stream.num_in + room])
+            room -= len(pieces)
+            if pieces:
+                yield SlotProgress(lease_id, slot, pieces)
+
+    def _note(self, progress: Sequence[SlotProgress], received: PiecesReceived) -> None:
+        """The coordinator's answer, which may be of a slot that has ended meanwhile."""
+        unwanted, gaps = frozenset(received.unwanted), dict(received.gaps)
+        for item in progress:
+            self.counts["pieces/handed in"] += len(item.pieces)
+            stream = self._streams.get((item.lease_id, item.slot))
+            if stream is None:
+                continue
+            stream.num_in += len(item.pieces)
+            if item.slot in unwanted:
+                self.forget(item.lease_id, item.slot)
+                self.on_unwanted(item.lease_id, item.slot)
+            elif item.slot in gaps:
+                self.counts["pieces/gaps"] += 1
+                stream.rewind(gaps[item.slot])
+        for lease_id, remaining_s in received.remaining_s:
+            self.on_time(lease_id, remaining_s)

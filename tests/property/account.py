@@ -1,0 +1,208 @@
+"""A second set of books, kept by whoever watches a swarm: what was granted, accepted, moved, trained.
+
+It is drawn from events, replies and facts, never from the core's counters, and it holds no fact that contradicts what
+it knows. Each assertion names what would have happened that never can.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from coordinator.core import facts as f
+from coordinator.core import shares
+from coordinator.core.events import Event
+from coordinator.core.handle import Decision
+from protocol.ids import Digest, LeaseId, PeerId, RoundId, SlotKey, Version
+from protocol.run import RunSpec
+from tests.coordinator.world import World
+from tests.scenarios.tokens import Tokens
+
+End = Literal["trained", "dropped", "filtered", "failed"]
+
+
+class CountedWorld(World):
+    """Counts the events of all histories of a test run."""
+
+    num_events = 0
+
+    def do(self, event: Event) -> Decision:
+        CountedWorld.num_events += 1
+        return super().do(event)
+
+
+class Account:
+    """The books of one history. `claims` are open leases, `accepted` what was acknowledged, `ends` where slots ended."""
+
+    def __init__(self, world: World, spec: RunSpec) -> None:
+        self.world, self.spec = world, spec
+        self.max_lag = spec.max_lag if spec.mode == "async" else 0
+        self.issued: set[SlotKey] = set()
+        self.claims: dict[LeaseId, set[SlotKey]] = {}
+        self.holders: dict[LeaseId, tuple[PeerId, int, int]] = {}  # node, granted, deadline
+        self.accepted: dict[SlotKey, tuple[str, Digest]] = {}
+        self.segments: dict[SlotKey, Tokens] = {}
+        self.handed_in: dict[SlotKey, list[tuple[str, Tokens, Digest]]] = {}
+        self.prefixes: dict[SlotKey, tuple[Tokens, Digest]] = {}
+        self.rewards: dict[SlotKey, float] = {}
+        self.ends: dict[SlotKey, End] = {}
+        self.sealed: dict[RoundId, f.RoundSealed] = {}
+        self.words: dict[RoundId, dict[PeerId, Digest]] = {}
+        self.roots: dict[Version, Digest] = {}
+        self.num_tokens = {"trained": 0, "masked": 0}
+        self.num_read = 0
+
+    @property
+    def head(self) -> int:
+        """The newest version."""
+        return max(self.roots)
+
+    def read(self) -> None:
+        """Enters the new facts, which must be possible."""
+        new, self.num_read = self.world.facts[self.num_read :], len(self.world.facts)
+        for fact in new:
+            self._enter(fact)
+
+    def _enter(self, fact: f.Fact) -> None:
+        match fact:
+            case f.LeaseGranted():
+                self._grant(fact)
+            case f.LeaseExtended():
+                peer_id, granted_ms, _ = self.holders[fact.lease_id]
+                assert fact.deadline_ms <= granted_ms + self.spec.lease_s * 1000, "a lease for ever"
+                self.holders[fact.lease_id] = (peer_id, granted_ms, fact.deadline_ms)
+            case f.LeaseClosed():
+                assert (fact.how == "filled") == (not self.claims.pop(fact.lease_id))
+            case f.SlotGivenBack() | f.RolloutAccepted():
+                self.claims[fact.lease_id].remove(fact.slot)
+                self.prefixes.pop(fact.slot, None)
+                self.handed_in.pop(fact.slot, None)
+            case f.SlotMoved():
+                self._move(fact)
+            case f.PrefixDropped():
+                del self.prefixes[fact.slot]
+            case f.SlotFailed():
+                self._end(fact.slot, "failed")
+            case f.SlotCancelled():
+                if fact.lease_id is not None:
+                    self.claims[fact.lease_id].remove(fact.slot)
+                self._end(fact.slot, "dropped")
+            case f.RewardRecorded(reward=None):
+                self._end(fact.slot, "failed")
+            case f.SlotDropped():
+                self._end(fact.slot, "dropped")
+            case f.GroupDropped():
+                end: End = "dropped" if fact.reason == "stale" else "filtered"
+                for slot in self._of_groups({fact.index}):
+                    self._end(slot, end)
+            case f.RoundSealed():
+                self._seal(fact)
+            case f.VersionCommitted():
+                self._commit(fact)
+            case _:
+                pass
+
+    def _grant(self, fact: f.LeaseGranted) -> None:
+        held = {slot for slots in self.claims.values() for slot in slots}
+        assert not held & set(fact.slots), "a slot under two leases"
+        assert not set(fact.slots) & set(self.accepted), "a filled slot was granted"
+        assert not set(fact.slots) & set(self.ends), "a slot that has ended was granted"
+        for group in fact.opened:
+            keys = {SlotKey(group.version, group.task, sample) for sample in range(group.num_slots)}
+            assert not any(key.task == group.task for key in self.issued), "a task was opened twice"
+            self.issued |= keys
+        assert set(fact.slots) <= self.issued, "a slot that nobody issued"
+        self.claims[fact.lease_id] = set(fact.slots)
+        self.holders[fact.lease_id] = (fact.peer_id, self.world.now_ms, fact.deadline_ms)
+
+    def _move(self, fact: f.SlotMoved) -> None:
+        """What a slot keeps was handed in by who held it, whole, and goes on from what it kept before."""
+        assert all(fact.slot not in slots for slots in self.claims.values()), "a slot moved that a node holds"
+        known = [(segments, edge) for _, segments, edge in self.handed_in.pop(fact.slot, [])]
+        assert (fact.segments, fact.edge) in known, "a slot keeps what nobody handed in"
+        self.prefixes[fact.slot] = (fact.segments, fact.edge)
+
+    def _of_groups(self, indices: set[int]) -> list[SlotKey]:
+        """Slots of these groups that have not ended."""
+        return [key for key in self.issued if key.task.index in indices and key not in self.ends]
+
+    def _end(self, slot: SlotKey, end: End) -> None:
+        assert slot not in self.ends, f"a slot that was {self.ends.get(slot)} is {end}"
+        self.ends[slot] = end
+        self.prefixes.pop(slot, None)
+        self.handed_in.pop(slot, None)
+
+    def _seal(self, fact: f.RoundSealed) -> None:
+        """A round may hold accepted slots with live tokens alone, each once, none trained before."""
+        keys = [key for _, part in fact.shares for key in part]
+        assert len(keys) == len(set(keys))
+        assert set(keys) <= set(self.accepted)
+        assert not set(keys) & set(self.ends), "a slot that has ended is to be trained on"
+        assert fact.round_id not in self.sealed, "a round's name was used twice"
+        assert fact.base_version == self.head
+        earlier = [s for s in self.sealed.values() if s.base_version == fact.base_version]
+        assert all({k for _, p in s.shares for k in p} == set(keys) for s in earlier), "other slots than before"
+        self.sealed[fact.round_id] = fact
+        if self.world.core.state.round is None or self.world.round_id != fact.round_id:
+            return  # it ended in the same turn
+        num_live = 0
+        for peer_id, _ in fact.shares:
+            for item in shares.share_of(self.world.core.state, fact.round_id, peer_id):
+                num_live += self._check_item(item, fact.base_version)
+        assert num_live == fact.num_tokens, "the divisor is not the number of live tokens"
+
+    def _check_item(self, item: shares.ShareItem, base: Version) -> int:
+        """The number of tokens that a trainer would learn from, each of which it may."""
+        assert item.segments == self.segments[item.slot], "other tokens than were accepted"
+        ages = [base - version for version, length in item.segments for _ in range(length)]
+        live = [age for age, alive in zip(ages, item.mask, strict=True) if alive]
+        assert live, "a slot without a live token"
+        assert all(0 <= age <= self.max_lag for age in live), "a token over the bound is live"
+        whole = self.spec.staleness == "drop" or self.max_lag == 0
+        assert len(live) == len(ages) or not whole, "a part of a rollout that should be dropped as a whole"
+        rewards = [self.rewards[key] for key in self.rewards if key.task == item.slot.task]
+        mean = sum(rewards) / len(rewards)
+        assert abs(item.advantage - (self.rewards[item.slot] - mean)) < 1e-9, "an advantage out of nowhere"
+        return len(live)
+
+    def _commit(self, fact: f.VersionCommitted) -> None:
+        """Versions follow each other, on top of each other, each with one root, by the word of every member."""
+        assert fact.version == len(self.roots), "a version is skipped or exists twice"
+        assert fact.body.parent == self.roots.get(Version(fact.version - 1))
+        assert fact.body.version == fact.version
+        self.roots[fact.version] = fact.root
+        if fact.round_id is None:
+            return
+        sealed, words = self.sealed[fact.round_id], self.words[fact.round_id]
+        assert sealed.base_version == fact.version - 1
+        for peer_id, _ in sealed.shares:
+            assert words[peer_id] == fact.body.digest, "a version without the word of every member"
+        assert fact.groups == sealed.groups
+        for key in (key for _, part in sealed.shares for key in part):
+            self._end(key, "trained")
+            for version, length in self.segments[key]:
+                is_live = sealed.base_version - version <= self.max_lag
+                self.num_tokens["trained" if is_live else "masked"] += length
+        assert not self._of_groups(set(fact.groups)), "a slot of a trained group is nowhere"
+
+    def check(self) -> None:
+        """What was acknowledged is there, or has ended in a way that a fact told; tokens are counted apart."""
+        state = self.world.core.state
+        for key in self._living():
+            found = state.find(key)
+            assert found is not None, "an acknowledged rollout is lost"
+            assert (found.peer_id, found.digest) == self.accepted[key], "an acknowledged rollout changed"
+            assert found.segments == self.segments[key]
+        books, ends = self.world.core.books(), list(self.ends.values())
+        for end in ("trained", "dropped", "filtered", "failed"):
+            assert getattr(books, end) == ends.count(end), f"the book of what was {end}"
+        assert books.issued == len(self.issued), "a slot was issued twice, or not at all"
+        assert state.num_tokens_trained == self.num_tokens["trained"]
+        assert state.num_tokens_masked == self.num_tokens["masked"], "masked tokens are not counted apart"
+        num_tasks = self.spec.environment.num_tasks
+        assert len(state.lengths) <= 64 * num_tasks, "more than 64 bytes are remembered of a task"
+
+    def _living(self) -> Iterator[SlotKey]:
+        return (key for key in self.accepted if key not in self.ends)
+
+    def accept(self, slot: SlotKey, name: str, digest: Digest, pieces: Tokens) -> None:
+        """An acknowledgement was given: notes what it promises."""
+        self.accepted[slot], self.segments[slot] = (name, digest), pieces
