@@ -18,7 +18,7 @@ endef
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: setup
 setup: ## create .venv with everything that a node on CPU and a developer need
@@ -59,6 +59,14 @@ tests: ## the tests that are not slow
 .PHONY: slow
 slow: setup ## the tests that take longer than about 20 seconds each
 	$(call phase,slow tests,$(BIN)/python -m pytest -m slow --durations=10)
+
+.PHONY: bench-coordinator
+bench-coordinator: setup ## figures of the coordinator against their thresholds (about ten minutes); PARTS="scale …" for some
+	@$(BIN)/python -m tests.bench.coordinator $(PARTS)
+
+.PHONY: soak
+soak: setup ## a swarm whose processes are killed at random for MINUTES (40), and what must stay flat meanwhile
+	@$(BIN)/python -m tests.soak.soak --minutes $(or $(MINUTES),40)
 
 .PHONY: protos
 protos: setup ## generate the Python stubs from protocol/v1/*.proto

@@ -85,6 +85,7 @@ async def parties() -> AsyncIterator[tuple[Party, Party]]:
         offices = [await stack.enter_async_context(serving(grader, base, folder / name)) for name in "ab"]
         entrances = [await office.until(office.coordinator._bootstraps) for office in offices]
         first, second = offices
+        await first.coordinator._directory.set_bootstraps(entrances[1])
         other_home = folder / "double"
         double = await first.join(role="rollout")
         other_home.mkdir(mode=0o700)

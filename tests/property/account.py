@@ -35,12 +35,13 @@ class Account:
     def __init__(self, world: World, spec: RunSpec) -> None:
         self.world, self.spec = world, spec
         self.max_lag = spec.max_lag if spec.mode == "async" else 0
-        self.issued: set[SlotKey] = set()
+        self.groups: dict[int, list[SlotKey]] = {}
         self.claims: dict[LeaseId, set[SlotKey]] = {}
         self.holders: dict[LeaseId, tuple[PeerId, int, int]] = {}  # node, granted, deadline
         self.accepted: dict[SlotKey, tuple[str, Digest]] = {}
         self.segments: dict[SlotKey, Tokens] = {}
-        self.handed_in: dict[SlotKey, list[tuple[str, Tokens, Digest]]] = {}
+        self.handed_in: dict[SlotKey, tuple[Tokens, Digest]] = {}
+        self.to_move: set[SlotKey] = set()
         self.prefixes: dict[SlotKey, tuple[Tokens, Digest]] = {}
         self.rewards: dict[SlotKey, float] = {}
         self.ends: dict[SlotKey, End] = {}
@@ -60,6 +61,7 @@ class Account:
         new, self.num_read = self.world.facts[self.num_read :], len(self.world.facts)
         for fact in new:
             self._enter(fact)
+        assert not self.to_move, "what was received of a slot is lost, though the coordinator lives"
 
     def _enter(self, fact: f.Fact) -> None:
         match fact:
@@ -70,7 +72,9 @@ class Account:
                 assert fact.deadline_ms <= granted_ms + self.spec.lease_s * 1000, "a lease for ever"
                 self.holders[fact.lease_id] = (peer_id, granted_ms, fact.deadline_ms)
             case f.LeaseClosed():
-                assert (fact.how == "filled") == (not self.claims.pop(fact.lease_id))
+                left = self.claims.pop(fact.lease_id)
+                assert (fact.how == "filled") == (not left)
+                self.to_move |= {slot for slot in left if slot in self.handed_in}
             case f.SlotGivenBack() | f.RolloutAccepted():
                 self.claims[fact.lease_id].remove(fact.slot)
                 self.prefixes.pop(fact.slot, None)
@@ -106,29 +110,30 @@ class Account:
         assert not set(fact.slots) & set(self.accepted), "a filled slot was granted"
         assert not set(fact.slots) & set(self.ends), "a slot that has ended was granted"
         for group in fact.opened:
-            keys = {SlotKey(group.version, group.task, sample) for sample in range(group.num_slots)}
-            assert not any(key.task == group.task for key in self.issued), "a task was opened twice"
-            self.issued |= keys
-        assert set(fact.slots) <= self.issued, "a slot that nobody issued"
+            assert group.task.index not in self.groups, "a task was opened twice"
+            keys = [SlotKey(group.version, group.task, sample) for sample in range(group.num_slots)]
+            self.groups[group.task.index] = keys
+        assert all(slot in self.groups[slot.task.index] for slot in fact.slots), "a slot that nobody issued"
         self.claims[fact.lease_id] = set(fact.slots)
         self.holders[fact.lease_id] = (fact.peer_id, self.world.now_ms, fact.deadline_ms)
 
     def _move(self, fact: f.SlotMoved) -> None:
-        """What a slot keeps was handed in by who held it, whole, and goes on from what it kept before."""
+        """What a slot keeps is the longest that was handed in by who held it."""
         assert all(fact.slot not in slots for slots in self.claims.values()), "a slot moved that a node holds"
-        known = [(segments, edge) for _, segments, edge in self.handed_in.pop(fact.slot, [])]
-        assert (fact.segments, fact.edge) in known, "a slot keeps what nobody handed in"
         self.prefixes[fact.slot] = (fact.segments, fact.edge)
+        assert self.handed_in.pop(fact.slot, None) == self.prefixes[fact.slot], "a slot keeps what was not handed in"
+        self.to_move.discard(fact.slot)
 
     def _of_groups(self, indices: set[int]) -> list[SlotKey]:
         """Slots of these groups that have not ended."""
-        return [key for key in self.issued if key.task.index in indices and key not in self.ends]
+        return [key for index in indices for key in self.groups[index] if key not in self.ends]
 
     def _end(self, slot: SlotKey, end: End) -> None:
         assert slot not in self.ends, f"a slot that was {self.ends.get(slot)} is {end}"
         self.ends[slot] = end
         self.prefixes.pop(slot, None)
         self.handed_in.pop(slot, None)
+        self.to_move.discard(slot)
 
     def _seal(self, fact: f.RoundSealed) -> None:
         """A round may hold accepted slots with live tokens alone, each once, none trained before."""
@@ -158,7 +163,7 @@ class Account:
         assert all(0 <= age <= self.max_lag for age in live), "a token over the bound is live"
         whole = self.spec.staleness == "drop" or self.max_lag == 0
         assert len(live) == len(ages) or not whole, "a part of a rollout that should be dropped as a whole"
-        rewards = [self.rewards[key] for key in self.rewards if key.task == item.slot.task]
+        rewards = [self.rewards[key] for key in self.groups[item.slot.task.index] if key in self.rewards]
         mean = sum(rewards) / len(rewards)
         assert abs(item.advantage - (self.rewards[item.slot] - mean)) < 1e-9, "an advantage out of nowhere"
         return len(live)
@@ -194,7 +199,7 @@ class Account:
         books, ends = self.world.core.books(), list(self.ends.values())
         for end in ("trained", "dropped", "filtered", "failed"):
             assert getattr(books, end) == ends.count(end), f"the book of what was {end}"
-        assert books.issued == len(self.issued), "a slot was issued twice, or not at all"
+        assert books.issued == sum(map(len, self.groups.values())), "a slot was issued twice, or not at all"
         assert state.num_tokens_trained == self.num_tokens["trained"]
         assert state.num_tokens_masked == self.num_tokens["masked"], "masked tokens are not counted apart"
         num_tasks = self.spec.environment.num_tasks
@@ -202,6 +207,17 @@ class Account:
 
     def _living(self) -> Iterator[SlotKey]:
         return (key for key in self.accepted if key not in self.ends)
+
+    def crash(self) -> None:
+        """What was only received may be lost."""
+        self.handed_in.clear()
+
+    def hand_in(self, name: str, lease_id: LeaseId, slot: SlotKey, pieces: Tokens, edge: Digest) -> None:
+        """Pieces of a slot, all that came so far; they count if they come from who holds it, and go on."""
+        known = self.handed_in.get(slot) or self.prefixes.get(slot) or ((), Digest(""))
+        longer = sum(length for _, length in pieces) > sum(length for _, length in known[0])
+        if longer and slot in self.claims.get(lease_id, ()) and self.holders[lease_id][0] == name:
+            self.handed_in[slot] = (pieces, edge)
 
     def accept(self, slot: SlotKey, name: str, digest: Digest, pieces: Tokens) -> None:
         """An acknowledgement was given: notes what it promises."""

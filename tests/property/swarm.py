@@ -1,30 +1,36 @@
 """A machine that plays random histories of a swarm against the core and knows what can never happen.
 
-The machine keeps its own account of what was granted, accepted and trained, drawn from replies and facts, never from
-the core's state. `World` checks the books after every event; a crash compares the replayed state byte for byte.
+It keeps its own account (`account.Account`). `World` checks the core's books after every event; a crash compares the
+replayed state byte for byte; a refusal may change nothing. Each history has its own policy, mode, bound and, at its
+end, a curse that a healthy swarm must survive.
 """
 
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.core import events, shares
-from coordinator.core import facts as f
+from coordinator.core import events
 from coordinator.core.books import check
 from coordinator.core.replies import Grant
+from coordinator.core.state import encode_state
 from protocol.errors import HexcombError
-from protocol.ids import Digest, LeaseId, PeerId, RoundId, SlotKey, Version
-from tests.coordinator.world import BASE, World, make_rules
+from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, SlotKey, Version
+from protocol.run import EnvironmentSpec
+from tests.coordinator.world import BASE, make_body, make_rules
+from tests.property.account import Account, CountedWorld
+from tests.scenarios.tokens import Tokens, behind, edges, merged
 
 NAMES = ("a", "b", "c", "d")
-MAX_LAG = 1
+STRANGER = PeerId("nobody")
 CAPABILITY = events.Capability(1.0, 1.0, 1, "cpu")
 names = st.sampled_from(NAMES)
 digests = st.sampled_from([Digest("x"), Digest("x"), Digest("y")])
-shapes = st.sampled_from(["plain", "old", "both", "future", "backwards", "early"])
-curses = st.sampled_from(["absent", "idler", "unready", "liar"])
+shapes = st.sampled_from(["plain", "old", "both", "future", "backwards", "early", "anew"])
+CURSES = ("absent", "idler", "unready", "liar", "poison", "equal")
 ends = st.sampled_from(["commit", "open", "lie", "silence"])
+policies = st.sampled_from(["mask_tokens", "mask_tokens", "drop", "wait"])
+modes = st.sampled_from(["async", "async", "async", "sequential", "periodic"])
 
 
 class Swarm(RuleBasedStateMachine):
@@ -32,106 +38,79 @@ class Swarm(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(make_rules(max_lag=MAX_LAG, expected_nodes=3, settle_s=1.0, evaluate_every=2))
         self.grants: list[tuple[str, Grant]] = []
-        self.claims: dict[LeaseId, set[SlotKey]] = {}
-        self.accepted: dict[SlotKey, tuple[str, Digest]] = {}
-        self.segments: dict[SlotKey, tuple[tuple[Version, int], ...]] = {}
-        self.sealed: dict[RoundId, f.RoundSealed] = {}
-        self.words: dict[RoundId, dict[PeerId, Digest]] = {}
-        self.trained: set[SlotKey] = set()
         self.unscored: list[SlotKey] = []
-        self.roots: dict[Version, Digest] = {}
-        self.num_seen = 0
+        self.num_leases = 0
 
-    @initialize(num_trainers=st.sampled_from([None, 2, 2]), bad=names, curse=curses)
-    def begin(self, num_trainers: int | None, bad: str, curse: str) -> None:
+    @initialize(
+        num_trainers=st.sampled_from([None, 2, 2]),
+        bad=names,
+        curse=st.sampled_from(CURSES),
+        policy=policies,
+        mode=modes,
+        max_lag=st.sampled_from([1, 1, 2, 0]),
+        has_dynamic_sampling=st.booleans(),
+        num_tasks=st.sampled_from([0, 3]),
+    )
+    def begin(
+        self,
+        num_trainers: int | None,
+        bad: str,
+        curse: str,
+        policy: str,
+        mode: str,
+        max_lag: int,
+        has_dynamic_sampling: bool,
+        num_tasks: int,
+    ) -> None:
+        rules = make_rules(
+            max_lag=max_lag,
+            mode=mode,
+            staleness=policy,
+            dynamic_sampling=has_dynamic_sampling,
+            environment=EnvironmentSpec("sums", num_tasks=num_tasks),
+            expected_nodes=3,
+            settle_s=1.0,
+            evaluate_every=2,
+        )
         self.bad, self.curse = bad, curse
-        self.world.rules = self.world.core.rules = replace(self.world.rules, num_trainers=num_trainers)
+        self.world = CountedWorld(replace(rules, num_trainers=num_trainers))
+        self.book = Account(self.world, rules.spec)
         self.world.do(events.BaseRegistered(BASE))
         for name in NAMES[:3]:
             self.world.join(name)
         self.world.see_all()
-        self.account()
+        self.book.read()
 
     @property
     def head(self) -> int:
         """The newest version."""
-        return max(self.roots)
+        return self.book.head
 
-    def account(self) -> None:
-        """Enters the new facts into the machine's own books, which must allow them."""
-        for fact in self.world.facts[self.num_seen :]:
-            match fact:
-                case f.LeaseGranted():
-                    held = {slot for slots in self.claims.values() for slot in slots}
-                    assert not held & set(fact.slots), "a slot under two leases"
-                    assert not set(fact.slots) & set(self.accepted), "a filled slot was granted"
-                    self.claims[fact.lease_id] = set(fact.slots)
-                case f.LeaseClosed():
-                    assert (fact.how == "filled") == (not self.claims.pop(fact.lease_id))
-                case f.SlotGivenBack() | f.RolloutAccepted():
-                    self.claims[fact.lease_id].remove(fact.slot)
-                case f.RoundSealed():
-                    self.seal(fact)
-                case f.VersionCommitted():
-                    self.commit(fact)
-                case _:
-                    pass
-        self.num_seen = len(self.world.facts)
-
-    def seal(self, fact: f.RoundSealed) -> None:
-        """A round may hold accepted slots with live tokens alone, each once, none trained before."""
-        keys = [key for _, part in fact.shares for key in part]
-        assert len(keys) == len(set(keys))
-        assert set(keys) <= set(self.accepted)
-        assert not set(keys) & self.trained, "a slot is to be trained on twice"
-        assert fact.round_id not in self.sealed, "a round's name was used twice"
-        earlier = [s for s in self.sealed.values() if s.base_version == fact.base_version]
-        assert all({k for _, p in s.shares for k in p} == set(keys) for s in earlier), "other slots than before"
-        self.sealed[fact.round_id] = fact
-        if self.world.core.state.round is None or self.world.round_id != fact.round_id:
-            return
-        num_live = 0
-        for peer_id, _ in fact.shares:
-            for item in shares.share_of(self.world.core.state, fact.round_id, peer_id):
-                versions = [v for v, n in self.segments[item.slot] for _ in range(n)]
-                live = [v for v, alive in zip(versions, item.mask, strict=True) if alive]
-                assert live
-                assert all(0 <= fact.base_version - v <= MAX_LAG for v in live), "a token over the bound is live"
-                num_live += len(live)
-        assert num_live == fact.num_tokens
-
-    def commit(self, fact: f.VersionCommitted) -> None:
-        """Versions follow each other, on top of each other, each with one root."""
-        assert fact.version == len(self.roots), "a version is skipped or exists twice"
-        assert fact.body.parent == self.roots.get(Version(fact.version - 1))
-        self.roots[fact.version] = fact.root
-        if fact.round_id is not None:
-            sealed, words = self.sealed[fact.round_id], self.words[fact.round_id]
-            for peer_id, _ in sealed.shares:
-                assert words[peer_id] == fact.body.digest, "a version without the word of every member"
-            keys = {key for _, part in sealed.shares for key in part}
-            assert not keys & self.trained
-            self.trained |= keys
+    @invariant()
+    def account_holds(self) -> None:
+        if hasattr(self, "book"):
+            self.book.check()
 
     def attempt(self, event: events.Event) -> object:
-        """The reply, or the refusal."""
+        """The reply, or the refusal, which leaves everything as it was."""
+        before = encode_state(self.world.core.state)
         try:
             return self.world.do(event).reply
         except HexcombError as refusal:
+            assert encode_state(self.world.core.state) == before, "a refusal changed the state"
             return refusal
         finally:
-            self.account()
+            self.book.read()
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.5, 8.0]), silent=st.booleans())
-    def wait(self, seconds: float, silent: bool) -> None:
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.5, 8.0]), is_silent=st.booleans())
+    def wait(self, seconds: float, is_silent: bool) -> None:
         """Time passes in steps of a heartbeat, in which the nodes are heard or not."""
         while seconds > 0:
-            if not silent:
+            if not is_silent:
                 self.heartbeats("", 0)
             self.world.tick(min(seconds, 1.0))
-            self.account()
+            self.book.read()
             seconds -= 1.0
 
     @rule(but=st.sampled_from(("", *NAMES)), behind=st.sampled_from([0, 0, 0, 1, 5]))
@@ -141,22 +120,32 @@ class Swarm(RuleBasedStateMachine):
             self.world.see(name, version=version)
             if name not in self.world.core.soft.capabilities:
                 self.world.do(events.CapabilityLearned(PeerId(name), CAPABILITY))
-        self.account()
+        self.book.read()
 
     @rule()
     def newcomer(self) -> None:
         if NAMES[3] not in self.world.core.state.nodes:
             self.world.join(NAMES[3], rate=500.0)
-            self.account()
+            self.book.read()
 
-    @rule(name=names, num_slots=st.integers(0, 6), behind=st.integers(-1, 2))
-    def ask(self, name: str, num_slots: int, behind: int) -> None:
+    def ask(self, name: str, num_slots: int, behind: int = 0) -> Grant | None:
+        """A wish for work under the head, or an older version, or one that is not there yet."""
         version = Version(self.head - behind)
         root = self.world.core.state.roots.get(version, Digest(""))
-        lease_id = LeaseId(f"{name}{len(self.grants)}{self.num_seen}")
+        self.num_leases += 1
+        lease_id = LeaseId(f"{self.num_leases:016x}")
         reply = self.attempt(events.WorkRequested(PeerId(name), version, root, num_slots, lease_id))
-        if isinstance(reply, Grant):
-            self.grants.append((name, reply))
+        if not isinstance(reply, Grant):
+            return None
+        assert 0 <= behind <= self.book.max_lag, "a lease for a version that is too old"
+        assert root == self.book.roots[version], "a lease for weights that nobody committed"
+        return reply
+
+    @rule(name=names, num_slots=st.integers(0, 6), behind=st.integers(-1, 2))
+    def ask_for_work(self, name: str, num_slots: int, behind: int) -> None:
+        grant = self.ask(name, num_slots, behind)
+        if grant is not None:
+            self.grants.append((name, grant))
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), shape=shapes, digest=digests)
@@ -169,65 +158,98 @@ class Swarm(RuleBasedStateMachine):
     def submit_at_once(self, owner: str, thief: str, shape: str, digest: Digest) -> None:
         """A slot of a lease that is open, by its holder or by another."""
         self.heartbeats("", 0)
-        self.ask(owner, 1, 0)
-        if self.grants and self.grants[-1][0] == owner:
-            grant = self.grants[-1][1]
+        grant = self.ask(owner, 1)
+        if grant is not None:
             self.submit(owner, grant, grant.slots[0], shape=shape, digest=digest, thief=thief)
+
+    def after_prefix(self, slot: SlotKey, own: Tokens) -> Tokens:
+        """Pieces that go on from what a slot keeps, or begin."""
+        kept = self.book.prefixes.get(slot)
+        return (*(behind(kept[1]) if kept else ()), *own)
 
     def submit(self, owner: str, grant: Grant, slot: SlotKey, *, shape: str, digest: Digest, thief: str = "") -> None:
         """A rollout with tokens of these or those versions; what is accepted must have been allowed."""
         name, head = thief or owner, self.head
-        pieces = {
+        own: Tokens = {
             "plain": ((Version(head), 5),),
             "old": ((slot.version, 5),),
             "both": ((slot.version, 2), (Version(head), 3)),
             "future": ((Version(head), 2), (Version(head + 1), 3)),
             "backwards": ((Version(head), 2), (Version(max(0, head - 1)), 3)),
             "early": ((Version(max(0, slot.version - 1)), 2), (Version(head), 3)),
+            "anew": ((Version(head), 7),),
         }[shape]
-        held = self.claims.get(grant.lease_id, set()).copy()
-        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, digest, pieces)
+        pieces = own if shape == "anew" else self.after_prefix(slot, own)
+        held = self.book.claims.get(grant.lease_id, set()).copy()
+        holder, _, deadline_ms = self.book.holders[grant.lease_id]
+        kept, known = self.book.prefixes.get(slot), self.book.accepted.get(slot)
+        made = tuple(edges(str(slot), pieces))
+        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, digest, merged(pieces), made)
         reply = self.attempt(event)
-        known = self.accepted.get(slot)
         outcome = getattr(reply, "outcome", None)
         if outcome == "ACCEPTED":
             assert known is None, "two rollouts accepted for one slot"
-            assert name == owner, "a rollout accepted from another node than the lease's"
+            assert name == holder, "a rollout accepted from another node than the lease's"
             assert slot in held, "a rollout accepted without a claim to its slot"
+            assert self.world.now_ms < deadline_ms, "a rollout accepted after its lease was over"
+            assert kept is None or kept[1] in made, "a rollout accepted that does not go on from what came before"
             versions = [version for version, _ in pieces]
             assert versions == sorted(versions), "versions went backwards"
             assert slot.version <= versions[0], "a token is older than its slot"
-            assert head - MAX_LAG <= versions[-1] <= head, "the newest token is too old, or of the future"
-            self.accepted[slot], self.segments[slot] = (name, digest), pieces
+            assert head - self.book.max_lag <= versions[-1] <= head, "the newest token is too old, or of the future"
+            self.book.accept(slot, name, digest, merged(pieces))
             self.unscored.append(slot)
             again = self.attempt(event)
             assert getattr(again, "outcome", None) == "DUPLICATE", "an acknowledged rollout was forgotten at once"
         elif outcome == "DUPLICATE":
             assert known == (name, digest)
         elif known == (name, digest):
-            assert slot not in self.unfinished(), "an acknowledged rollout was forgotten"
+            assert self.world.core.state.find(slot) is None, "an acknowledged rollout was forgotten"
 
-    def unfinished(self) -> set[SlotKey]:
-        """Accepted slots that are on the core's books as living."""
-        return {key for key in self.accepted if self.world.core.state.find(key) is not None}
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data(), thief=st.sampled_from(("", "", "", *NAMES)), length=st.integers(1, 3), is_new=st.booleans())
+    def hand_in_pieces(self, data: st.DataObject, thief: str, length: int, is_new: bool) -> None:
+        """All slots of a recent lease come on, whatever became of it."""
+        owner, grant = data.draw(st.sampled_from(self.grants[-6:]))
+        name, progress = PeerId(thief or owner), []
+        for slot in grant.slots:
+            before = self.book.handed_in.get(slot) or self.book.prefixes.get(slot)
+            kept = behind(before[1]) if before else ()
+            start = kept[-1][0] if kept else slot.version
+            pieces = (*kept, (Version(self.head if is_new else start), length))
+            edge = edges(str(slot), pieces)[-1]
+            progress.append(events.SlotProgress(name, grant.lease_id, slot, merged(pieces), edge))
+            self.book.hand_in(name, grant.lease_id, slot, merged(pieces), edge)
+        self.attempt(events.PiecesReceived(tuple(progress)))
+
+    @precondition(lambda self: self.book.prefixes)
+    @rule(data=st.data())
+    def lose_pieces(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.book.prefixes)))
+        self.attempt(events.PrefixLost(slot, "their file is gone"))
+        assert slot not in self.book.prefixes, "a slot waits for pieces that are gone"
 
     @rule(count=st.integers(1, 8), reward=st.sampled_from([0.0, 1.0, 1.0, None]))
     def score(self, count: int, reward: float | None) -> None:
         """The oldest missing scores come in; the last of them twice."""
-        if not self.unscored:
-            return
         due, self.unscored = self.unscored[:count], self.unscored[count:]
-        for slot in [*due, due[-1]]:
-            self.attempt(events.RolloutScored(slot, reward))
+        for slot in [*due, *due[-1:]]:
+            self.give_reward(slot, reward)
 
-    @rule(late=st.sampled_from([0, 0, 1, 2]), spread=st.booleans(), num_turns=st.integers(1, 6), end=ends)
-    def work_well(self, late: int, spread: bool, num_turns: int, end: str) -> None:
+    def give_reward(self, slot: SlotKey, reward: float | None) -> None:
+        """The grader's first word on a slot counts."""
+        if reward is not None and slot not in self.book.ends:
+            self.book.rewards.setdefault(slot, reward)
+        self.attempt(events.RolloutScored(slot, reward))
+
+    @rule(late=st.sampled_from([0, 0, 1, 2]), is_spread=st.booleans(), num_turns=st.integers(1, 6), end=ends)
+    def work_well(self, late: int, is_spread: bool, num_turns: int, end: str) -> None:
         """Nodes do as they should, so that versions come to be; the first turn's last scores come late, and the last
         turn's round has some other end."""
         for turn in range(num_turns):
             self.wait(0.1, False)
             for name in NAMES:
-                self.fill(name, late=0 if turn else late, spread=spread)
+                self.fill(name, late=0 if turn else late, is_spread=is_spread)
             if turn < num_turns - 1 or end == "commit":
                 self.attest("", "")
         members = self.world.core.state.round.peer_ids if self.world.core.state.round else ("",)
@@ -236,23 +258,39 @@ class Swarm(RuleBasedStateMachine):
         if end == "silence":
             self.wait(31.0, False)
 
-    @rule(name=names, num_versions=st.integers(0, 2), delay=st.booleans())
-    def work_slowly(self, name: str, num_versions: int, delay: bool) -> None:
+    @rule(name=names, num_versions=st.integers(0, 2), delay=st.booleans(), is_handed_in=st.booleans())
+    def work_slowly(self, name: str, num_versions: int, delay: bool, is_handed_in: bool) -> None:
         """A node fills a lease while the versions go on, and every token has the version of its time."""
-        version = Version(self.head)
-        root, lease_id = self.world.core.state.roots[version], LeaseId(f"s{name}{self.num_seen}")
-        grant = self.attempt(events.WorkRequested(PeerId(name), version, root, 2, lease_id))
+        grant = self.ask(name, 2)
+        if grant is not None and is_handed_in:
+            self.grants.append((name, grant))
+            progress = []
+            for slot in grant.slots:
+                pieces = self.after_prefix(slot, ((Version(self.head), 2),))
+                edge = edges(str(slot), pieces)[-1]
+                progress.append(events.SlotProgress(PeerId(name), grant.lease_id, slot, merged(pieces), edge))
+                self.book.hand_in(name, grant.lease_id, slot, merged(pieces), edge)
+            self.attempt(events.PiecesReceived(tuple(progress)))
         if num_versions:
             self.work_well(0, False, num_versions, "commit")
-        for slot in grant.slots if isinstance(grant, Grant) else ():
-            pieces = tuple((Version(v), 2) for v in range(slot.version, self.head + 1))
-            reply = self.attempt(events.RolloutSubmitted(PeerId(name), lease_id, slot, Digest("s"), pieces))
-            if getattr(reply, "outcome", None) == "ACCEPTED":
-                self.accepted[slot], self.segments[slot] = (name, Digest("s")), pieces
-                self.unscored.append(slot)
+        for slot in grant.slots if grant else ():
+            began = max(slot.version, self.head - num_versions)
+            own = tuple((Version(v), 2) for v in range(began, self.head + 1))
+            self.hand_over(name, grant, slot, own)  # type: ignore[arg-type]
         if delay:
             self.work_well(0, False, 2, "commit")
         self.score(8, 1.0)
+
+    def hand_over(self, name: str, grant: Grant, slot: SlotKey, own: Tokens) -> object:
+        """A rollout after what was kept of its slot; an acknowledgement is noted."""
+        pieces = self.after_prefix(slot, own)
+        made = tuple(edges(str(slot), pieces))
+        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, Digest("x"), merged(pieces), made)
+        reply = self.attempt(event)
+        if getattr(reply, "outcome", None) == "ACCEPTED":
+            self.book.accept(slot, name, Digest("x"), merged(pieces))
+            self.unscored.append(slot)
+        return reply
 
     @rule(absent=names)
     def work_on(self, absent: str) -> None:
@@ -260,28 +298,27 @@ class Swarm(RuleBasedStateMachine):
         self.heartbeats(absent, 0)
         for name in NAMES:
             if name != absent:
-                self.fill(name, late=1, spread=True)
+                self.fill(name, late=1, is_spread=True)
         self.attest("", absent)
         self.world.tick(0.5)
-        self.account()
+        self.book.read()
 
-    def fill(self, name: str, *, late: int = 0, spread: bool = False) -> None:
+    def fill(self, name: str, *, late: int = 0, is_spread: bool = False, curse: str = "") -> None:
         """A node leases slots and fills them; the last `late` are not scored, the first tokens may be older."""
+        grant = self.ask(name, 4)
+        if grant is None:
+            return
         version = Version(self.head)
-        lease_id = LeaseId(f"f{name}{self.num_seen}")
-        root = self.world.core.state.roots[version]
-        grant = self.attempt(events.WorkRequested(PeerId(name), version, root, 4, lease_id))
-        if not isinstance(grant, Grant):
+        if curse == "poison" and any(slot.sample == 0 and slot.task.index % 5 == 0 for slot in grant.slots):
+            self.attempt(events.LeaseReturned(PeerId(name), grant.lease_id, "out of memory", is_fault=True))
             return
         for place, slot in enumerate(grant.slots):
-            pieces = ((slot.version, 2), (version, 2)) if spread else ((version, 4),)
-            reply = self.attempt(events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, Digest("x"), pieces))
-            assert getattr(reply, "outcome", None) == "ACCEPTED"
-            self.accepted[slot], self.segments[slot] = (name, Digest("x")), pieces
+            own = ((version, 2),) if slot in self.book.prefixes else ((slot.version, 2), (version, 2))
+            reply = self.hand_over(name, grant, slot, own if is_spread else ((version, 4),))
+            assert getattr(reply, "outcome", None) == "ACCEPTED", "honest work was not taken"
             if place < len(grant.slots) - late:
-                self.attempt(events.RolloutScored(slot, float(slot.sample)))
-            else:
-                self.unscored.append(slot)
+                self.unscored.pop()
+                self.give_reward(slot, 1.0 if curse == "equal" else float(slot.sample))
 
     @rule(liar=st.sampled_from(("", "", "", *NAMES)), absent=st.sampled_from(("", "", "", *NAMES)))
     def attest(self, liar: str, absent: str) -> None:
@@ -291,23 +328,60 @@ class Swarm(RuleBasedStateMachine):
             if peer_id == absent:
                 continue
             body = self.world.next_body(salt="lie" if peer_id == liar else "")
-            self.words.setdefault(round_.round_id, {})[peer_id] = body.digest
+            self.book.words.setdefault(round_.round_id, {})[peer_id] = body.digest
             self.attempt(events.VersionAttested(peer_id, round_.round_id, body, {"loss": 1.0}))
             if self.world.core.state.round is not round_:
                 return
 
     @precondition(lambda self: self.world.core.state.round is not None)
+    @rule(step=st.sampled_from([0, 2, 1]), is_outsider=st.booleans())
+    def attest_wrongly(self, step: int, is_outsider: bool) -> None:
+        """All members agree on a body that is not the next, or one that is none speaks for all of them."""
+        round_ = self.world.core.state.round
+        assert round_ is not None
+        parent = self.book.roots[Version(self.head)] if step != 1 or is_outsider else Digest("an" * 32)
+        body = make_body(self.head + step, parent=parent)
+        outsiders = tuple(PeerId(name) for name in NAMES if PeerId(name) not in round_.peer_ids)
+        for peer_id in outsiders if is_outsider else round_.peer_ids:
+            self.book.words.setdefault(round_.round_id, {})[peer_id] = body.digest
+            reply = self.attempt(events.VersionAttested(peer_id, round_.round_id, body, {}))
+            assert isinstance(reply, HexcombError) or step == 0, "a word on a version that cannot follow was taken"
+
+    @rule(kind=st.integers(0, 7))
+    def strange(self, kind: int) -> None:
+        """Somebody who has no place in the run says something that a member might."""
+        slot = next(iter(self.grants), (None, None))[1]
+        key = slot.slots[0] if slot else None
+        lease_id = slot.lease_id if slot else LeaseId("none")
+        root, round_ = self.book.roots[Version(self.head)], self.world.core.state.round
+        round_id = round_.round_id if round_ else RoundId("0.0")
+        presence = events.Presence(Version(self.head), root, (), "x:1", "x:2", "busy", 1.0, "test")
+        said: list[events.Event | None] = [
+            events.NodeSeen(STRANGER, presence),
+            events.CapabilityLearned(STRANGER, CAPABILITY),
+            events.WorkRequested(STRANGER, Version(self.head), root, 1, LeaseId("strange")),
+            events.LeaseReturned(STRANGER, lease_id, "mine"),
+            events.RolloutSubmitted(STRANGER, lease_id, key, Digest("x"), ((Version(self.head), 4),)) if key else None,
+            events.VersionAttested(STRANGER, round_id, self.world.next_body(salt="strange"), {}),
+            events.RoundFailed(STRANGER, round_id, (PeerId("a"), PeerId("b")), "because"),
+            events.InviteRedeemed(InviteId("guessed"), STRANGER),
+        ]
+        event = said[kind]
+        if event is not None:
+            assert isinstance(self.attempt(event), HexcombError), "a stranger was heard"
+
+    @precondition(lambda self: self.world.core.state.round is not None)
     @rule(name=names, suspects=st.lists(names, max_size=2))
     def fail(self, name: str, suspects: list[str]) -> None:
-        self.attempt(
-            events.RoundFailed(PeerId(name), self.world.round_id, tuple(map(PeerId, suspects)), "no part came")
-        )
+        named = tuple(map(PeerId, suspects))
+        self.attempt(events.RoundFailed(PeerId(name), self.world.round_id, named, "no part came"))
 
-    @precondition(lambda self: self.claims)
-    @rule(data=st.data(), name=names)
-    def give_back(self, data: st.DataObject, name: str) -> None:
-        lease_id = data.draw(st.sampled_from(sorted(self.claims)))
-        self.attempt(events.LeaseReturned(PeerId(name), lease_id))
+    @precondition(lambda self: self.book.claims)
+    @rule(data=st.data(), name=st.sampled_from(("", "", *NAMES)), is_fault=st.booleans())
+    def give_back(self, data: st.DataObject, name: str, is_fault: bool) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.book.claims)))
+        peer_id = PeerId(name) if name else self.book.holders[lease_id][0]
+        self.attempt(events.LeaseReturned(peer_id, lease_id, "out of memory", is_fault))
 
     @rule(name=names)
     def lose_stream(self, name: str) -> None:
@@ -322,37 +396,41 @@ class Swarm(RuleBasedStateMachine):
         if luck:
             return
         self.world.crash()
-        self.account()
-        for slot in self.unfinished():
-            found = self.world.core.state.find(slot)
-            assert found is not None
-            assert (found.peer_id, found.digest) == self.accepted[slot], "an accepted rollout changed"
+        self.book.crash()
+        self.book.read()
 
     def teardown(self) -> None:
         """Whatever happened: three healthy nodes make the next version, though the fourth is absent, or alive and
-        useless: takes work and never does it, never has the weights, or lies about those it made."""
-        if not self.roots:
+        useless (takes work and never does it, never has the weights, lies about those it made), though some slots
+        cannot be filled by anybody, or all rewards are equal."""
+        if not hasattr(self, "book"):
             return
         before, bad = self.head, self.bad
         self.newcomer()
         self.world.is_checked = False  # every tenth second is enough here
         for second in range(300):
-            for name in NAMES:
-                if name != bad or self.curse != "absent":
-                    version = -1 if name == bad and self.curse == "unready" else self.head
-                    self.world.see(name, version=version)
-                    self.world.do(events.CapabilityLearned(PeerId(name), CAPABILITY))
-            self.wait(1.0, True)
-            if self.curse == "idler":
-                self.ask(bad, 100, 0)
-            for name in NAMES:
-                if name != bad:
-                    self.fill(name)
-            for slot in self.unscored:
-                self.attempt(events.RolloutScored(slot, float(slot.sample)))
-            self.attest(bad if self.curse == "liar" else "", "" if self.curse == "liar" else bad)
+            self.turn_of_the_healthy(bad)
             if self.head > before or second % 10 == 0:
                 check(self.world.core.state)
+                self.book.check()
             if self.head > before:
                 return
         raise AssertionError(f"the swarm stands still: {self.world.core.waiting_for(self.world.now_ms)}")
+
+    def turn_of_the_healthy(self, bad: str) -> None:
+        """A second of the end of a history."""
+        for name in NAMES:
+            if name != bad or self.curse != "absent":
+                self.world.see(name, version=-1 if name == bad and self.curse == "unready" else self.head)
+                self.world.do(events.CapabilityLearned(PeerId(name), CAPABILITY))
+        self.wait(1.0, True)
+        if self.curse == "idler":
+            self.ask(bad, 100)
+        for name in NAMES:
+            if name != bad or self.curse in ("poison", "equal"):
+                self.fill(name, curse=self.curse)
+        for slot in self.unscored:
+            self.give_reward(slot, 1.0 if self.curse == "equal" else float(slot.sample))
+        self.unscored.clear()
+        absent = "" if self.curse in ("liar", "poison", "equal") else bad
+        self.attest(bad if self.curse == "liar" else "", absent)
