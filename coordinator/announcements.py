@@ -13,6 +13,7 @@ from coordinator.core.effects import (
     AnnounceVersion,
     AssignRole,
     CancelLeases,
+    CancelSlots,
     Effect,
     RequestEvaluation,
     ScoreRollout,
@@ -27,7 +28,7 @@ from protocol.ids import PeerId, Version
 from protocol.round import RoundPlan, sign_plan
 from protocol.run import RunSpec
 from protocol.v1 import common_pb2, control_pb2
-from protocol.wire import manifest_message, prompt_messages
+from protocol.wire import manifest_message, prompt_messages, slot_message
 
 MAX_HOLDERS = 16
 
@@ -59,6 +60,9 @@ class Announcer:
                 await self._scoring.add(slot)
             case CancelLeases(peer_id=peer_id, lease_ids=lease_ids):
                 cancelled = control_pb2.LeasesCancelled(lease_ids=lease_ids)
+                self._sessions.send([peer_id], control_pb2.SessionResponse(leases_cancelled=cancelled))
+            case CancelSlots(peer_id=peer_id, slots=slots):
+                cancelled = control_pb2.LeasesCancelled(slots=[slot_message(slot) for slot in slots])
                 self._sessions.send([peer_id], control_pb2.SessionResponse(leases_cancelled=cancelled))
             case SendPlan():
                 message = self._plan_message(effect)

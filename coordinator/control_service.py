@@ -1,87 +1,41 @@
-"""The control plane as nodes call it: checks who speaks and what was said, then asks the core. Impure: gRPC.
+"""The control plane as nodes call it: says who speaks, and passes on what was said. Impure: gRPC.
 
-Every call is by an enrolled key over mutual TLS. Shapes and signatures are checked here, before the core hears of
-anything; leases, versions and order are the core's. A call that is refused changes nothing.
+Every call is by an enrolled key over mutual TLS. A call that is refused changes nothing; an error of the tree ends it.
 """
 
 import asyncio
-import contextlib
-import secrets
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-import grpc
-
-from coordinator.announcements import Announcer
-from coordinator.authority import Authority
-from coordinator.core.events import (
-    CapabilityLearned,
-    LeaseReturned,
-    NodeSeen,
-    RolloutSubmitted,
-    RoundFailed,
-    SessionEnded,
-    VersionAttested,
-    WorkRequested,
-)
-from coordinator.evaluations import Evaluations
-from coordinator.grader import Grader
+from coordinator.batches import batch_messages, share_for
+from coordinator.callers import Callers, Context
+from coordinator.core.events import CapabilityLearned, NodeSeen, RoundFailed, SessionEnded, VersionAttested
 from coordinator.hearsay import capability_of, metrics_of, presence_of, printable
-from coordinator.home import CoordinatorHome
-from coordinator.join_service import Registrar, counted
-from coordinator.sessions import Outbox, Sessions
-from protocol.errors import HexcombError, JournalError, NotEnrolledError, NoWorkError, UnreachableError, UsageError
+from coordinator.join_service import counted
+from coordinator.office import Office
+from coordinator.sessions import Outbox
+from coordinator.submissions import Submissions
+from coordinator.work_service import MAX_REASON, WorkService
+from protocol.errors import HexcombError, JournalError, UnreachableError, UsageError
 from protocol.grpc_errors import abort_with
-from protocol.ids import Digest, LeaseId, PeerId, RoundId, SlotKey, Version
+from protocol.ids import LeaseId, PeerId, RoundId, Version
 from protocol.manifest import Body
-from protocol.rollout import Rollout, check_rollout, pack_ids, verify_pieces
 from protocol.round import TrainSample
-from protocol.run import RunSpec
-from protocol.tasks import prompt_digest
-from protocol.tls import caller_of
 from protocol.v1 import control_pb2, control_pb2_grpc
-from protocol.wire import prompts_of, rollout_message, rollout_of, sample_message, slot_message
+from protocol.wire import prompts_of
 
 HELLO_DEADLINE_S = 15.0
-MAX_SLOTS_A_LEASE = 1024
-MAX_ROLLOUTS_A_CALL = 1024
-MAX_PIECES_A_CALL = 4096
-MAX_CALLS_WAITING = 8
-"""Each costs a check of a signature: so many take about a second."""
 
-MAX_BATCH_MESSAGE_BYTES = 4 << 20
-MAX_REASON = 300
-
-Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Office:
-    """What the control service works with."""
-
-    home: CoordinatorHome
-    spec: RunSpec
-    authority: Authority
-    registrar: Registrar
-    sessions: Sessions
-    announcer: Announcer
-    grader: Grader
-    evaluations: Evaluations
-    clock: Callable[[], int]
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
     """Serves enrolled nodes."""
 
-    def __init__(self, office: Office) -> None:
-        self._office = office
-        self._checker = ThreadPoolExecutor(1, thread_name_prefix="signatures")
-        self._turns: dict[PeerId, asyncio.Lock] = {}
-        self._waiting: Counter[PeerId] = Counter()
+    def __init__(self, office: Office, work: WorkService) -> None:
+        self._office, self._work = office, work
+        self._submissions = Submissions(office.authority, office.spec)
+        self._callers = Callers(office.authority, coordinator_key=office.home.identity.public_bytes)
 
     async def Session(  # type: ignore[override]  # it writes by itself, so that a write can be given up
         self, request_iterator: AsyncIterator[control_pb2.SessionRequest], context: Context
@@ -118,6 +72,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         if first is None or first.WhichOneof("message") != "hello":
             return UsageError("the session was refused", why="its first message is not a hello")
         presence = presence_of(first.hello, None)
+        await self._work.note_boot(peer_id, first.hello.boot_id)
         outbox.put(office.announcer.welcome())
         office.sessions.open(peer_id, outbox)
         await office.authority.submit(NodeSeen(peer_id, presence))
@@ -134,30 +89,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 await office.authority.submit(NodeSeen(peer_id, presence))
 
     async def LeaseWork(self, request: control_pb2.LeaseWorkRequest, context: Context) -> control_pb2.LeaseWorkResponse:
-        async def answer(peer_id: PeerId) -> control_pb2.LeaseWorkResponse:
-            office = self._office
-            grant = await office.authority.submit(
-                WorkRequested(
-                    peer_id=peer_id,
-                    version=Version(request.version),
-                    root=_digest(request.root),
-                    num_slots=max(1, min(request.num_slots, MAX_SLOTS_A_LEASE)),
-                    lease_id=LeaseId(secrets.token_hex(8)),
-                )
-            )
-            try:
-                prompts = await office.grader.prompts([slot.task for slot in grant.slots])
-            except (HexcombError, asyncio.CancelledError):  # nobody would work on them until the lease runs out
-                await office.authority.submit(LeaseReturned(peer_id, grant.lease_id))
-                raise
-            works = [
-                control_pb2.SlotWork(
-                    slot=slot_message(slot), prompt_digest=prompt_digest(ids), prompt_ids=pack_ids(ids)
-                )
-                for slot, ids in zip(grant.slots, prompts, strict=True)
-            ]
-            remaining_s = (grant.deadline_ms - office.clock()) / 1000
-            return control_pb2.LeaseWorkResponse(lease_id=grant.lease_id, slots=works, remaining_s=remaining_s)
+        return await self._serve(context, lambda peer_id: self._work.lease(peer_id, request))
+
+    async def SubmitPieces(
+        self, request: control_pb2.SubmitPiecesRequest, context: Context
+    ) -> control_pb2.SubmitPiecesResponse:
+        async def answer(peer_id: PeerId) -> control_pb2.SubmitPiecesResponse:
+            return self._work.receive(peer_id, request)
 
         return await self._serve(context, answer)
 
@@ -165,67 +103,17 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.SubmitRolloutsRequest, context: Context
     ) -> control_pb2.SubmitRolloutsResponse:
         async def answer(peer_id: PeerId) -> control_pb2.SubmitRolloutsResponse:
-            with counted(self._office.authority):
-                _check_size(request)
-            loop, lease_id = asyncio.get_running_loop(), LeaseId(request.lease_id)
-            async with self._turn_of(peer_id):
-                checked = await loop.run_in_executor(self._checker, lambda: [self._check(m) for m in request.rollouts])
-            takes = (self._take(peer_id, lease_id, *pair) for pair in zip(request.rollouts, checked, strict=True))
-            return control_pb2.SubmitRolloutsResponse(receipts=await asyncio.gather(*takes))
+            response = await self._submissions.take(peer_id, request)
+            await self._work.settle(peer_id, LeaseId(request.lease_id))
+            return response
 
         return await self._serve(context, answer)
-
-    @contextlib.asynccontextmanager
-    async def _turn_of(self, peer_id: PeerId) -> AsyncIterator[None]:
-        """One call of a node at a time has its signatures checked, so that a flood from one holds up nobody else.
-        Raises `NoWorkError` when too many of its calls wait."""
-        if self._waiting[peer_id] >= MAX_CALLS_WAITING:
-            raise NoWorkError("the rollouts were not taken", why="too many calls of this node wait already")
-        self._waiting[peer_id] += 1
-        try:
-            async with self._turns.setdefault(peer_id, asyncio.Lock()):
-                yield
-        finally:
-            self._waiting[peer_id] -= 1
-
-    async def _take(
-        self, peer_id: PeerId, lease_id: LeaseId, message: control_pb2.Rollout, checked: Rollout | HexcombError
-    ) -> control_pb2.RolloutReceipt:
-        """Gate 2 for one rollout; what is wrong with it does not touch its neighbours."""
-        authority = self._office.authority
-        try:
-            if isinstance(checked, HexcombError):
-                with counted(authority):
-                    raise checked
-            receipt = await authority.submit(_submitted(peer_id, lease_id, checked), (rollout_attachment(checked),))
-        except JournalError:  # no verdict on this rollout: the call fails, and the node repeats it
-            raise
-        except HexcombError as error:
-            return control_pb2.RolloutReceipt(slot=message.slot, outcome=error.code, detail=error.sentence())
-        return control_pb2.RolloutReceipt(slot=message.slot, outcome=receipt.outcome, detail=receipt.detail)
-
-    def _check(self, message: control_pb2.Rollout) -> Rollout | HexcombError:
-        """The rollout if its shape, ranges, signers and signatures hold. Runs in a thread: signatures take time."""
-        spec, nodes = self._office.spec, self._office.authority.core.state.nodes
-        try:
-            rollout = rollout_of(message)
-            check_rollout(rollout, spec.sampling)
-            verify_pieces(rollout, run_id=spec.run_id)
-        except HexcombError as error:
-            return error
-        stranger = next((piece.node for piece in rollout.pieces if piece.node not in nodes), None)
-        if stranger is not None:
-            return NotEnrolledError(
-                f"the rollout for slot {rollout.slot} was refused",
-                why=f"its signer {stranger} has no place in this run",
-            )
-        return rollout
 
     async def ReturnLease(
         self, request: control_pb2.ReturnLeaseRequest, context: Context
     ) -> control_pb2.ReturnLeaseResponse:
         async def answer(peer_id: PeerId) -> control_pb2.ReturnLeaseResponse:
-            await self._office.authority.submit(LeaseReturned(peer_id, LeaseId(request.lease_id)))
+            await self._work.take_back(peer_id, request)
             return control_pb2.ReturnLeaseResponse()
 
         return await self._serve(context, answer)
@@ -234,32 +122,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.FetchBatchRequest, context: Context
     ) -> AsyncIterator[control_pb2.FetchBatchResponse]:
         async def answer(peer_id: PeerId) -> list[TrainSample]:
-            return await self._share(peer_id, RoundId(request.round_id))
+            office = self._office
+            return await share_for(office.authority, office.grader, RoundId(request.round_id), peer_id)
 
         for message in batch_messages(await self._serve(context, answer)):
             yield message
-
-    async def _share(self, peer_id: PeerId, round_id: RoundId) -> list[TrainSample]:
-        office = self._office
-        with counted(office.authority):
-            items = office.authority.core.share_of(round_id, peer_id)
-        prompts = await office.grader.prompts([item.slot.task for item in items])
-        bodies = await office.authority.rollout_bodies([item.slot for item in items])
-        samples = []
-        for item, prompt_ids, data in zip(items, prompts, bodies, strict=True):
-            rollout = rollout_of(control_pb2.Rollout.FromString(data))
-            samples.append(
-                TrainSample(
-                    slot=str(item.slot),
-                    prompt_ids=prompt_ids,
-                    completion_ids=rollout.token_ids,
-                    logprobs=rollout.logprobs,
-                    mask=item.mask,
-                    segments=item.segments,
-                    advantage=item.advantage,
-                )
-            )
-        return samples
 
     async def AttestVersion(
         self, request: control_pb2.AttestVersionRequest, context: Context
@@ -325,16 +192,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             await abort_with(context, error)
 
     async def _caller(self, context: Context) -> PeerId:
-        office = self._office
         try:
-            with counted(office.authority):
-                key = office.home.identity.public_bytes
-                peer_id = caller_of(context, coordinator_key=key, now_ms=office.clock())
-                if peer_id not in office.authority.core.state.nodes:
-                    raise NotEnrolledError("the call was refused", why=f"{peer_id} has no place in this run")
+            return self._callers.name(context, now_ms=self._office.clock())
         except HexcombError as error:
             await abort_with(context, error)
-        return peer_id
 
 
 async def _speak(outbox: Outbox, context: Context) -> None:
@@ -352,40 +213,3 @@ async def _next(
             return await anext(requests, None)
     except TimeoutError as error:
         raise UnreachableError("the session was ended", why=f"the node said nothing for {deadline_s:g} s") from error
-
-
-def batch_messages(samples: Iterable[TrainSample]) -> Iterator[control_pb2.FetchBatchResponse]:
-    """The samples in messages that gRPC takes, whatever their length; at least one message."""
-    part, num_bytes = control_pb2.FetchBatchResponse(), 0
-    for sample in samples:
-        message = sample_message(sample)
-        if part.samples and num_bytes + message.ByteSize() > MAX_BATCH_MESSAGE_BYTES:
-            yield part
-            part, num_bytes = control_pb2.FetchBatchResponse(), 0
-        part.samples.append(message)
-        num_bytes += message.ByteSize()
-    yield part
-
-
-def _check_size(request: control_pb2.SubmitRolloutsRequest) -> None:
-    num_pieces = sum(len(rollout.pieces) for rollout in request.rollouts)
-    if len(request.rollouts) > MAX_ROLLOUTS_A_CALL or num_pieces > MAX_PIECES_A_CALL:
-        raise UsageError(
-            "the rollouts were refused",
-            why=f"there are more than {MAX_ROLLOUTS_A_CALL}, or more than {MAX_PIECES_A_CALL} pieces in them",
-            remedy="Hand them in by smaller parts.",
-        )
-
-
-def rollout_attachment(rollout: Rollout) -> tuple[SlotKey, bytes]:
-    """The rollout as the journal keeps it beside its fact."""
-    return rollout.slot, rollout_message(rollout).SerializeToString()
-
-
-def _submitted(peer_id: PeerId, lease_id: LeaseId, rollout: Rollout) -> RolloutSubmitted:
-    segments = tuple((piece.version, len(piece.token_ids)) for piece in rollout.pieces)
-    return RolloutSubmitted(peer_id, lease_id, rollout.slot, rollout.digest, segments)
-
-
-def _digest(text: str) -> Digest:
-    return Digest(text[:64])

@@ -24,11 +24,13 @@ WORKER = "coordinator.grader_worker"
 START_DEADLINE_S = 60.0
 ANSWER_DEADLINE_S = 60.0
 ONE_DEADLINE_S = 15.0
-"""For a single completion: three times what the child itself allows."""
+"""For a single task or completion: three times what the child itself allows."""
 
 STOP_DEADLINE_S = 2.0
 MAX_BATCH = 64
 MAX_CACHED_PROMPTS = 65_536
+REMEMBER_S = 10.0
+"""For so long a prompt that could not be made is not asked for again: whoever asked may have given up waiting."""
 
 PromptIds = tuple[int, ...]
 Pair = tuple[TaskKey, PromptIds]
@@ -59,12 +61,16 @@ class Grader:
         self._child: ChildProcess | None = None
         self._starting = asyncio.Lock()
         self._prompts: OrderedDict[TaskKey, PromptIds] = OrderedDict()
+        self._failures: dict[TaskKey, tuple[HexcombError, float]] = {}
+        self._making: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "Grader":
         await self._ready()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for task in self._making:
+            task.cancel()
         if self._child is not None:
             await self._child.terminate(deadline_s=STOP_DEADLINE_S)
 
@@ -80,6 +86,39 @@ class Grader:
         while len(self._prompts) > MAX_CACHED_PROMPTS:
             self._prompts.popitem(last=False)
         return tuple(found[key] for key in keys)
+
+    async def try_prompts(self, keys: Sequence[TaskKey]) -> dict[TaskKey, PromptIds | HexcombError]:
+        """The canonical prompt of each task, or why it cannot be made; a task that ends the child takes no other with
+        it. Goes on after a caller that does not wait. Raises `EngineError` or `UnreachableError` when no child can be
+        started."""
+        now_s = asyncio.get_running_loop().time()
+        self._failures = {key: failed for key, failed in self._failures.items() if failed[1] > now_s}
+        unknown = [key for key in dict.fromkeys(keys) if key not in self._prompts and key not in self._failures]
+        if unknown:
+            making = asyncio.ensure_future(self._make(unknown))
+            self._making.add(making)
+            making.add_done_callback(self._making.discard)
+            await asyncio.shield(making)
+        failures = {key: self._failures[key][0] for key in keys if key in self._failures}
+        good = [key for key in dict.fromkeys(keys) if key not in failures]
+        return dict(zip(good, await self.prompts(good), strict=True)) | failures
+
+    async def _make(self, keys: Sequence[TaskKey]) -> None:
+        """Gets prompts into the cache, or failures into their place: all at once, else one by one."""
+        for start in range(0, len(keys), MAX_BATCH):
+            await self._make_some(keys[start : start + MAX_BATCH])
+
+    async def _make_some(self, keys: Sequence[TaskKey]) -> None:
+        try:
+            await self.prompts(keys)
+        except HexcombError as error:
+            await self._ready()  # with no child to be had it is not the tasks' fault
+            if len(keys) == 1:
+                self._failures[keys[0]] = (error, asyncio.get_running_loop().time() + REMEMBER_S)
+                return
+            log.error("prompts were not made", num_tasks=len(keys), why=error.sentence())
+            for key in keys:
+                await self._make_some([key])
 
     async def held_out(self, limit: int) -> list[Pair]:
         """At most `limit` held-out tasks with their prompts. Raises as `prompts` does."""
@@ -105,7 +144,8 @@ class Grader:
 
     async def _ask(self, request: grading.Request, reply: type[ReplyT]) -> ReplyT:
         """The child's answer; a child that hangs is ended, so that the next request meets a new one."""
-        child, is_one = await self._ready(), isinstance(request, grading.Score) and len(request.tasks) == 1
+        child = await self._ready()
+        is_one = isinstance(request, grading.Score | grading.MakePrompts) and len(request.tasks) == 1
         deadline_s = min(self._deadline_s, ONE_DEADLINE_S) if is_one else self._deadline_s
         try:
             return await child.request(request, reply, deadline_s=deadline_s)

@@ -4,6 +4,7 @@ identity.key     the coordinator's Ed25519 key, 0600, never overwritten; its pub
 run.secret       32 bytes, 0600, from which the seed secret of each version is drawn
 run.id           the run's id
 journal.db       every hard fact
+pieces.log       what was received of slots under way
 addresses.json   where the coordinator listens; ports that were taken free once are kept
 coordinator.lock held by the one coordinator of this home
 """
@@ -86,6 +87,11 @@ class CoordinatorHome:
     def journal(self) -> Path:
         """The journal's file."""
         return self.path / "journal.db"
+
+    @property
+    def pieces(self) -> Path:
+        """The file of the pieces of slots under way."""
+        return self.path / "pieces.log"
 
     @property
     def socket(self) -> Path:

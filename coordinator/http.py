@@ -1,12 +1,14 @@
 """The status endpoint: page, JSON, metrics and health, read-only. Impure: serves HTTP.
 
-Everything is computed from the report when it is asked for; nothing counts on the side. No peer id is a metric's
-label, so the number of series does not grow with the number of nodes.
+Everything is computed from the report when it is asked for; nothing counts on the side. A report that takes long to
+make is told again for a moment, so that readers, however many, take little of the process's time. No peer id is a
+metric's label, so the number of series does not grow with the number of nodes.
 """
 
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from importlib import resources
 
@@ -28,6 +30,27 @@ SECURITY_HEADERS = {
 }
 MAX_CONNECTIONS = 256
 """More are told to come back later, so that the page's readers leave files to the nodes."""
+
+MAX_KEPT_S = 0.5
+KEPT_PER_MADE = 10
+"""A report is told for so many times the time that it took to make."""
+
+
+class Rendered:
+    """The report as JSON."""
+
+    def __init__(self, report: Callable[[], StatusReport], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._report, self._clock = report, clock
+        self._body, self._until_s = b"", float("-inf")
+
+    def body(self) -> bytes:
+        """As it is now, or was a moment ago."""
+        started_s = self._clock()
+        if started_s >= self._until_s:
+            self._body = self._report().model_dump_json().encode()
+            ended_s = self._clock()
+            self._until_s = ended_s + min(MAX_KEPT_S, KEPT_PER_MADE * (ended_s - started_s))
+        return self._body
 
 
 class Metrics(Collector):
@@ -81,6 +104,7 @@ def make_app(*, report: Callable[[], StatusReport], ready: Callable[[], str]) ->
     app = FastAPI(title="hexcomb coordinator", version="1", docs_url=None, redoc_url=None)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Metrics(report))
+    rendered = Rendered(report)
     page = resources.files("coordinator").joinpath("page/index.html").read_text()
 
     @app.middleware("http")
@@ -93,10 +117,10 @@ def make_app(*, report: Callable[[], StatusReport], ready: Callable[[], str]) ->
     async def index() -> str:
         return page
 
-    @app.get("/api/v1/status")
-    async def status() -> StatusReport:
+    @app.get("/api/v1/status", response_model=StatusReport)
+    async def status() -> Response:
         """The whole state of the run."""
-        return report()
+        return Response(rendered.body(), media_type="application/json")
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

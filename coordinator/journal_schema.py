@@ -95,7 +95,7 @@ def check_pages(db: sqlite3.Connection, path: Path) -> None:
     """SQLite's own check. Raises `JournalError`."""
     (verdict,) = db.execute("PRAGMA integrity_check(1)").fetchone()
     if verdict != "ok":
-        raise damaged(path, f"integrity_check says: {verdict}")
+        raise damaged(path, f"integrity_check says: {verdict.splitlines()[-1]}")
 
 
 def checksum(payload: bytes) -> int:

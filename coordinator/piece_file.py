@@ -11,17 +11,25 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from protocol.errors import JournalError
+
 HEAD = struct.Struct("<II")
 MAX_FRAME_BYTES = 16 << 20
 WRITE_BYTES = 1 << 20
 
 
 class PieceFile:
-    """One file; calls must not overlap. `num_bytes` is its length. Every method may raise `OSError`."""
+    """One file; calls must not overlap. `num_bytes` is its length. To make one raises `JournalError` where it cannot be
+    opened; `append` and `replace` may raise `OSError`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = _open(path)
+        try:
+            self._descriptor = _open(path)
+        except OSError as error:
+            raise JournalError(
+                f"{path} cannot be opened", why=str(error), remedy="Mend that, or remove the file: it is not essential."
+            ) from error
         self.num_bytes = os.fstat(self._descriptor).st_size
 
     def read(self) -> list[bytes]:

@@ -51,7 +51,7 @@ log = structlog.get_logger()
 @dataclass(slots=True)
 class Answer:
     """What a node is told of its slots: those that it does not hold, and those with a hole, with the position from
-    which it must hand in again. `lease_ids` are those that it named and holds."""
+    which it must hand in again. `lease_ids` are those that it named."""
 
     unwanted: list[common_pb2.Slot] = field(default_factory=list)
     gaps: list[tuple[common_pb2.Slot, int]] = field(default_factory=list)
@@ -95,11 +95,11 @@ class PieceStore:
         answer, state = Answer(), self._authority.core.state
         head = state.head.version if state.head else Version(-1)
         for message in progress:
+            answer.lease_ids.add(LeaseId(message.lease_id))
             received = self._held(state, peer_id, message)
             if received is None:
                 answer.unwanted.append(message.slot)
                 continue
-            answer.lease_ids.add(received.lease_id)
             num_bytes = received.num_bytes
             try:
                 has_hole = received.take(message, peer_id, spec=self._spec, head=head)
@@ -121,14 +121,18 @@ class PieceStore:
         """Until cancelled; what waits for the file is written then."""
         try:
             while True:
-                events = await self._draw_up()
-                await self._write()
-                for event in events:
-                    await self._authority.submit(event)
-                self._sweep()
+                await self.tick()
                 await asyncio.sleep(TICK_S)
         finally:
             await self._write()
+
+    async def tick(self) -> None:
+        """One turn of `run`: what came on is written, then told."""
+        events = await self._draw_up()
+        await self._write()
+        for event in events:
+            await self._authority.submit(event)
+        self._sweep()
 
     def close(self) -> None:
         """Ends the use of the file."""

@@ -21,8 +21,18 @@ class RunReport(BaseModel):
     stop_version: int | None
 
 
+class RefusalReport(BaseModel):
+    """Why a node got no work when it last asked: a stable code, a sentence, and when (Unix ms)."""
+
+    code: str
+    sentence: str
+    at_ms: int
+
+
 class NodeReport(BaseModel):
-    """One node; rates are tokens per second, measured by the node itself except `tokens_per_s`, which is now."""
+    """One node; rates are tokens per second: `tokens_per_s` is now, `measured_tokens_per_s` is what the coordinator
+    measured from accepted rollouts, the others are the node's own measurements. `failure` is the share of its slots
+    that it failed to fill (0 to 1); `refused` is empty where it last got work."""
 
     peer_id: str
     name: str
@@ -35,7 +45,19 @@ class NodeReport(BaseModel):
     device: str
     decode_tokens_per_s: float
     train_tokens_per_s: float
+    measured_tokens_per_s: float
+    failure: float
+    num_leased: int
     rollouts_trained: int
+    refused: RefusalReport | None
+
+
+class DeadLetterReport(BaseModel):
+    """A slot that nobody could fill, why the last node gave up, and the version at that time."""
+
+    slot: str
+    reason: str
+    at_version: int
 
 
 class BooksReport(BaseModel):
@@ -104,4 +126,5 @@ class StatusReport(BaseModel):
     lag_histogram: dict[int, int]
     history: list[VersionReport]
     evaluations: list[EvaluationReport]
+    dead_letters: list[DeadLetterReport]
     refusals: dict[str, int]

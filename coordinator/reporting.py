@@ -1,30 +1,39 @@
-"""The report, made from the core's state when somebody asks. Pure but for the clock that it is given."""
+"""The report, made from the core's state when somebody asks. Pure but for the clock that it is given.
 
-from collections.abc import Callable
+With thousands of nodes it takes a while, so what cannot change any more (versions that were committed) is made once.
+"""
+
+from collections.abc import Callable, Mapping
 
 from coordinator.authority import Authority
-from coordinator.core.state import State
+from coordinator.core.state import State, VersionRecord
 from coordinator.report import (
     BooksReport,
+    DeadLetterReport,
     EvaluationReport,
     LeaseReport,
     NodeReport,
+    RefusalReport,
     RunReport,
     StatusReport,
     VersionReport,
 )
 from coordinator.settings import RunFile
-from protocol.ids import PeerId
+from coordinator.work_service import Refusal
+from protocol.ids import PeerId, Version
 
 RATE_WINDOW_MS = 120_000
 
 
 class Reporter:
-    """Makes `StatusReport`s."""
+    """Makes `StatusReport`s. `refused` says why nodes got no work when they last asked."""
 
-    def __init__(self, authority: Authority, run: RunFile, *, clock: Callable[[], int]) -> None:
-        self._authority, self._run, self._clock = authority, run, clock
+    def __init__(
+        self, authority: Authority, run: RunFile, *, refused: Mapping[PeerId, Refusal], clock: Callable[[], int]
+    ) -> None:
+        self._authority, self._run, self._refused, self._clock = authority, run, refused, clock
         self._started_ms = clock()
+        self._history: dict[Version, VersionReport] = {}
 
     def report(self) -> StatusReport:
         """The run as it stands now."""
@@ -48,11 +57,15 @@ class Reporter:
             books=BooksReport(**{name: getattr(books, name) for name in BooksReport.model_fields}),
             leases=LeaseReport(**{name: getattr(books, name) for name in LeaseReport.model_fields}),
             lag_histogram=dict(state.lag_histogram),
-            history=_history(state),
+            history=self._versions(state),
             evaluations=[
                 EvaluationReport(version=record.version, accuracy=record.accuracy, num_tasks=record.num_tasks)
                 for record in state.versions
                 if record.accuracy is not None
+            ],
+            dead_letters=[
+                DeadLetterReport(slot=str(letter.slot), reason=letter.reason, at_version=letter.at_version)
+                for letter in state.dead_letters
             ],
             refusals=dict(self._authority.refusals),
         )
@@ -70,8 +83,17 @@ class Reporter:
             stop_version=run.stop_version,
         )
 
+    def _versions(self, state: State) -> list[VersionReport]:
+        """The history of rounds; the report of a version does not change."""
+        known, self._history = self._history, {}
+        for record in state.versions:
+            if record.round_id is not None:
+                self._history[record.version] = known.get(record.version) or _version_report(record)
+        return list(self._history.values())
+
     def _node(self, peer_id: PeerId) -> NodeReport:
         state, soft = self._authority.core.state, self._authority.core.soft
+        node, refusal = state.nodes[peer_id], self._refused.get(peer_id)
         sighting, capability = soft.live.get(peer_id), soft.capabilities.get(peer_id)
         presence = sighting.presence if sighting else None
         return NodeReport(
@@ -86,7 +108,13 @@ class Reporter:
             device=capability.device if capability else "",
             decode_tokens_per_s=capability.decode_tokens_per_s if capability else 0.0,
             train_tokens_per_s=capability.train_tokens_per_s if capability else 0.0,
-            rollouts_trained=state.nodes[peer_id].num_trained,
+            measured_tokens_per_s=node.rate,
+            failure=node.failure,
+            num_leased=node.num_leased,
+            rollouts_trained=node.num_trained,
+            refused=RefusalReport(code=refusal.code, sentence=refusal.sentence, at_ms=refusal.at_ms)
+            if refusal
+            else None,
         )
 
 
@@ -100,17 +128,13 @@ def versions_per_hour(committed_ms: list[int], *, now_ms: int) -> float:
     return 3_600_000 * (len(recent) - 1) / (max(now_ms, recent[-1]) - recent[0])
 
 
-def _history(state: State) -> list[VersionReport]:
-    return [
-        VersionReport(
-            version=record.version,
-            committed_ms=record.committed_ms,
-            reward=record.metrics.get("reward", 0.0),
-            num_rollouts=int(record.metrics.get("num_slots", 0)),
-            mean_lag=record.metrics.get("staleness/mean", 0.0),
-            max_lag=int(record.metrics.get("staleness/max", 0)),
-            metrics=record.metrics,
-        )
-        for record in state.versions
-        if record.round_id is not None
-    ]
+def _version_report(record: VersionRecord) -> VersionReport:
+    return VersionReport(
+        version=record.version,
+        committed_ms=record.committed_ms,
+        reward=record.metrics.get("reward", 0.0),
+        num_rollouts=int(record.metrics.get("num_slots", 0)),
+        mean_lag=record.metrics.get("staleness/mean", 0.0),
+        max_lag=int(record.metrics.get("staleness/max", 0)),
+        metrics=record.metrics,
+    )

@@ -20,7 +20,7 @@ import structlog
 
 from coordinator.announcements import Announcer
 from coordinator.authority import Authority
-from coordinator.control_service import ControlService, Office
+from coordinator.control_service import ControlService
 from coordinator.core.events import BaseRegistered, CapabilityLearned, CoordinatorStarted, InviteCreated, TimerFired
 from coordinator.core.handle import Core
 from coordinator.evaluations import Evaluations
@@ -31,10 +31,13 @@ from coordinator.http import make_app, serve_http
 from coordinator.join_service import JoinService, Registrar
 from coordinator.journal import Journal
 from coordinator.journal_schema import environment_digest
+from coordinator.office import Office
+from coordinator.pieces import PieceStore
 from coordinator.reporting import Reporter
 from coordinator.scoring import Scoring
 from coordinator.sessions import Sessions
 from coordinator.settings import RunFile
+from coordinator.work_service import WorkService
 from protocol.certificates import self_issued_leaf
 from protocol.directory.client import Directory
 from protocol.directory.messages import Start
@@ -73,6 +76,7 @@ class Coordinator:
         self._journal = Journal(home.journal, run_id=home.run_id, environment=pin)
         core = Core(self._rules, self._journal.reader.recover())
         self.authority = Authority(core, self._journal, clock=clock, sealer=self._seal)
+        self.pieces = PieceStore(home.pieces, self.authority, self._rules.spec)
         self.sessions = Sessions()
         self._directory: Directory | None = None
         self.ready = "the coordinator is starting\n"
@@ -115,6 +119,7 @@ class Coordinator:
             ended_by = None
         finally:
             self._journal.close()
+            self.pieces.close()
         if ended_by is not None:
             raise ended_by
 
@@ -138,11 +143,13 @@ class Coordinator:
             announcer=announcer,
             grader=grader,
             evaluations=evaluations,
+            pieces=self.pieces,
             clock=self._clock,
         )
+        work = WorkService(office)
         leaf = ServedLeaf(self_issued_leaf(self._home.identity, now_ms=self._clock()))
         control = grpc.aio.server(options=SERVER_OPTIONS)
-        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlService(office), control)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlService(office, work), control)
         key = self._home.identity.public_bytes
         join = grpc.aio.server(options=JOIN_SERVER_OPTIONS, maximum_concurrent_rpcs=64)
         service = JoinService(
@@ -158,12 +165,12 @@ class Coordinator:
         self._open(join, "join", self._run.listen.join_port, join_server_credentials(leaf))
         host, port = status.getsockname()[:2]
         self.addresses["status"] = f"http://{host}:{port}/"
-        reporter = Reporter(self.authority, self._run, clock=self._clock)
+        reporter = Reporter(self.authority, self._run, refused=work.refused, clock=self._clock)
         app = make_app(report=reporter.report, ready=lambda: self.ready)
         await control.start()
         await join.start()
         parts = [
-            self._carry_out(announcer), scoring.run(), self._tick(), self._follow_directory(),
+            self._carry_out(announcer), scoring.run(), self.pieces.run(), self._tick(), self._follow_directory(),
             self._renew(leaf), serve_http(app, status), _until_cancelled(control, join),
         ]  # fmt: skip
         started = [tasks.create_task(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Gate 2 as nodes call it: filled slots are checked in a thread, then judged by the core. Impure: gRPC messages, threads.
+"""Gate 2 as nodes call it: filled slots are checked in a thread, then judged by the core. Impure: a thread.
 
 Shapes, ranges and signatures are checked here, before the core hears of anything; leases, versions and order are the
 core's. What is wrong with one rollout does not touch its neighbours.
@@ -49,7 +49,8 @@ class Submissions:
     ) -> control_pb2.SubmitRolloutsResponse:
         """One receipt for each rollout, in order. Raises `UsageError`, `NoWorkError` or `JournalError`."""
         with counted(self._authority):
-            check_size(len(request.rollouts), sum(len(rollout.pieces) for rollout in request.rollouts))
+            num_pieces = sum(len(rollout.pieces) for rollout in request.rollouts)
+            check_size(len(request.rollouts), num_pieces, max_slots=MAX_ROLLOUTS_A_CALL)
         loop, lease_id = asyncio.get_running_loop(), LeaseId(request.lease_id)
         async with self.turn_of(peer_id):
             checked = await loop.run_in_executor(self._checker, lambda: [self._check(m) for m in request.rollouts])
@@ -106,12 +107,12 @@ class Submissions:
         return Checked(rollout, tuple(edges_of(rollout.slot, rollout.pieces)) if goes_on else ())
 
 
-def check_size(num_slots: int, num_pieces: int) -> None:
+def check_size(num_slots: int, num_pieces: int, *, max_slots: int = MAX_PIECES_A_CALL) -> None:
     """Raises `UsageError` on a call that would hold up others."""
-    if num_slots > MAX_ROLLOUTS_A_CALL or num_pieces > MAX_PIECES_A_CALL:
+    if num_slots > max_slots or num_pieces > MAX_PIECES_A_CALL:
         raise UsageError(
             "the call was refused",
-            why=f"it names more than {MAX_ROLLOUTS_A_CALL} slots, or has more than {MAX_PIECES_A_CALL} pieces",
+            why=f"it names more than {max_slots} slots, or has more than {MAX_PIECES_A_CALL} pieces",
             remedy="Hand them in by smaller parts.",
         )
 

@@ -91,7 +91,7 @@ class LeaseWork:
         if work is None:
             return
         piece = Piece(self.node.peer_id, Version(event.version), event.start, event.token_ids, event.logprobs)
-        self.sender.add(self.lease.lease_id, work.slot, self._signed(work.slot, piece), prefix=work.pieces)
+        self.sender.add(self.lease.lease_id, work.slot, self._signed(work.slot, piece))
 
     def stop(self, slots: Iterable[SlotKey]) -> None:
         """The coordinator no longer wants these slots filled; those that are not under way here are ignored."""

@@ -39,17 +39,25 @@ class SlotProgress:
 
 @dataclass(slots=True)
 class _Stream:
-    """All pieces of one slot, those that came with the lease before its own; the first `num_in` were handed in. Once it
-    is cut no later piece is taken, since that would leave a hole."""
+    """The pieces of one slot, of which the first `num_in` were handed in. Once it is cut nothing more of it is handed
+    in, since that would leave a hole."""
 
-    pieces: list[Piece]
-    num_in: int
+    pieces: list[Piece] = field(default_factory=list)
+    num_in: int = 0
     is_cut: bool = False
 
     def rewind(self, position: int) -> None:
         """The coordinator lacks the tokens from `position` on."""
-        before = (number for number, piece in enumerate(self.pieces) if piece.start + len(piece.token_ids) > position)
-        self.num_in = min(self.num_in, next(before, self.num_in))
+        starts = [piece.start for piece in self.pieces]
+        if position in starts:
+            self.num_in = starts.index(position)
+        else:  # they are no piece of this node's
+            self.cut()
+
+    def cut(self) -> None:
+        """Ends it."""
+        self.is_cut = True
+        del self.pieces[self.num_in :]
 
 
 @dataclass(slots=True)
@@ -66,12 +74,12 @@ class PieceSender:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _last_s: float = float("-inf")
 
-    def add(self, lease_id: LeaseId, slot: SlotKey, piece: Piece, *, prefix: Sequence[Piece] = ()) -> None:
-        """The next piece of a slot that began with `prefix`, which the coordinator has."""
-        stream = self._streams.setdefault((lease_id, slot), _Stream([*prefix], len(prefix)))
+    def add(self, lease_id: LeaseId, slot: SlotKey, piece: Piece) -> None:
+        """The next piece of a slot."""
+        stream = self._streams.setdefault((lease_id, slot), _Stream())
         if stream.is_cut or sum(len(other.pieces) for other in self._streams.values()) >= MAX_HELD:
             self.counts["pieces/no room"] += 1
-            stream.is_cut = True
+            stream.is_cut = True  # what is held already still goes
             return
         stream.pieces.append(piece)
         self._news.set()

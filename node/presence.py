@@ -9,6 +9,7 @@ again, and meanwhile searches find nobody.
 import asyncio
 import ipaddress
 import random
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -53,6 +54,7 @@ class Presence:
         self._home, self._joined, self._settings = home, joined, settings
         self._state, self._versions, self._control = state, versions, control
         self._directory: Directory | None = None
+        self._boot_id = secrets.token_hex(8)
         self.num_neighbours = 0
 
     def hello(self) -> control_pb2.Hello:
@@ -64,6 +66,7 @@ class Presence:
             trainer_endpoint=self._state.trainer_endpoint,
             dht_addresses=self._directory.multiaddrs if self._directory else (),
             capability=self._capability(),
+            boot_id=self._boot_id,
         )
 
     def heartbeat(self) -> control_pb2.Heartbeat:

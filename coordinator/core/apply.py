@@ -76,7 +76,7 @@ def apply(state: State, fact: f.Fact) -> None:
         case f.LeaseGranted():
             _grant(state, fact)
         case f.BlockBegun():
-            state.ahead = list(fact.indices)
+            state.ahead += fact.indices
             state.next_index = max(fact.indices) + 1
         case f.LengthLearned():
             _learn_length(state, fact)
@@ -142,8 +142,7 @@ def _grant(state: State, fact: f.LeaseGranted) -> None:
         state.groups[index] = Group(opened.task, opened.version, [Slot() for _ in range(opened.num_slots)])
         if index in state.ahead:
             state.ahead.remove(index)
-        else:
-            state.next_index = index + 1
+        state.next_index = max(state.next_index, index + 1)
         state.num_issued += opened.num_slots
         state.tally["waiting"] += opened.num_slots
         for sample in range(opened.num_slots):

@@ -6,6 +6,8 @@ for a node go out before new groups open.
 """
 
 import math
+from collections.abc import Iterator
+from itertools import islice
 
 from coordinator.core.demand import allowed_now, note_served
 from coordinator.core.effects import CancelLeases
@@ -62,11 +64,11 @@ def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tupl
     _note_asker(turn, event.peer_id)
     group_size = turn.rules.spec.group_size
     wanted = max(0, min(event.num_slots, _allowance(turn, event.peer_id)))
-    old = _waiting_slots(turn, event.peer_id, version=event.version)
+    old = list(_waiting_slots(turn, event.peer_id, version=event.version))
     num_spare = max(0, spare_groups(turn, version=event.version))
     num_there = len(old) + num_spare * group_size
     count = allowed_now(
-        turn, event.peer_id, num_wanted=wanted, num_there=num_there, room_of=lambda peer: _allowance(turn, peer)
+        turn, event.peer_id, num_wanted=wanted, num_there=num_there, room_of=lambda peer: _room(turn, peer)
     )
     note_served(turn, event.peer_id, num_wanted=wanted, num_got=count)
     old = old[:count]
@@ -184,18 +186,27 @@ def _has_others(turn: Turn, peer_id: PeerId) -> bool:
     return any(peer != peer_id and turn.now_ms - at_ms < OTHERS_MS for peer, at_ms in turn.soft.askers)
 
 
-def _waiting_slots(turn: Turn, peer_id: PeerId, *, version: Version) -> list[SlotKey]:
+def _room(turn: Turn, peer_id: PeerId) -> int:
+    """Slots that another node could take if it asked now, with the version that it was last seen with."""
+    version = turn.soft.live[peer_id].presence.version
+    most = _allowance(turn, peer_id)
+    if version not in turn.state.roots or most <= 0:
+        return 0
+    num_old = sum(1 for _ in islice(_waiting_slots(turn, peer_id, version=version), most))
+    num_spare = max(0, spare_groups(turn, version=version)) * turn.rules.spec.group_size
+    return min(most, num_old + num_spare)
+
+
+def _waiting_slots(turn: Turn, peer_id: PeerId, *, version: Version) -> Iterator[SlotKey]:
     """Oldest first; a slot opened under a newer version than the node's is not for this node, and one that it failed
     to fill goes to another that wants work."""
-    found: list[SlotKey] = []
     has_others = _has_others(turn, peer_id)
     for index, sample in turn.state.waiting:
         group = turn.state.groups[index]
         slot = group.slots[sample]
         newest = slot.prefix.segments[-1][0] if slot.prefix else group.version
         if newest <= version and not (has_others and slot.failed_by == peer_id):
-            found.append(group.key(sample))
-    return found
+            yield group.key(sample)
 
 
 def _drop_stale_prefixes(turn: Turn, slots: tuple[SlotKey, ...]) -> None:

@@ -66,11 +66,21 @@ def take_progress(turn: Turn, event: PiecesReceived) -> None:
         slot = turn.state.find(progress.slot)
         if lease is None or lease.peer_id != progress.peer_id or place not in lease.slots or slot is None:
             continue
+        if not _could_be(turn, progress):
+            continue
         known = turn.soft.progress.get(place)
         least = _num_tokens(known.segments) if known else slot.prefix.num_tokens if slot.prefix else 0
         if _num_tokens(progress.segments) > least:
             turn.soft.progress[place] = progress
             _prolong(turn, progress)
+
+
+def _could_be(turn: Turn, progress: SlotProgress) -> bool:
+    """Whether tokens of these versions could have been sampled by now."""
+    versions = [version for version, _ in progress.segments]
+    head = turn.state.head
+    is_ordered = bool(versions) and versions == sorted(versions) and all(length > 0 for _, length in progress.segments)
+    return is_ordered and head is not None and progress.slot.version <= versions[0] <= versions[-1] <= head.version
 
 
 def lose_prefix(turn: Turn, event: PrefixLost) -> None:

@@ -238,7 +238,7 @@ class RolloutNode:
         except HexcombError:
             return
         if isinstance(receipt, Receipt) and receipt.outcome == "ACCEPTED":
-            self._swarm.sampled[job.slot] = segments
+            self._swarm.note_accepted(job.slot, segments)
             self.num_filled += 1
             self.num_tokens += sum(length for _, length in segments)
 
@@ -274,7 +274,7 @@ class RolloutNode:
         if isinstance(grant, Grant):
             self._num_no_work = 0
             self.num_granted += len(grant.slots)
-            self._queue += [swarm.job(grant.lease_id, slot) for slot in grant.slots]
+            self._queue += swarm.take(grant)
         else:
             wait_s = backoff_s(self._num_no_work, chance=swarm.random.random(), cap_s=MAX_NO_WORK_S)
             self._num_no_work += 1

@@ -16,7 +16,7 @@ from functools import partial
 from coordinator.core import effects as x
 from coordinator.core import events as e
 from coordinator.core.handle import Core
-from coordinator.core.replies import Reply
+from coordinator.core.replies import Grant, Reply
 from coordinator.core.rules import Rules
 from node.planner import wanted_outstanding
 from protocol.errors import HexcombError
@@ -87,6 +87,8 @@ class Swarm:
         self._reward_of = reward_of or (lambda slot: self.random.random())
         self.head = Version(-1)
         self.sampled: dict[SlotKey, Segments] = {}
+        self.waits_s: list[float] = []
+        self._granted_s: dict[SlotKey, float] = {}
         self.rounds: list[Consumed] = []
         self.refusals: Counter[str] = Counter()
         self.num_events = self._num_streams = 0
@@ -133,13 +135,21 @@ class Swarm:
         """As the shell draws one for each request."""
         return LeaseId(f"{next(self.ties):016x}")
 
-    def job(self, lease_id: LeaseId, slot: SlotKey) -> Job:
-        """The work that a granted slot is, with what others sampled of it."""
-        known = self.core.state.find(slot)
-        prefix = known.prefix if known is not None else None
-        if prefix is None:
-            return Job(lease_id, slot, self.length_of(slot))
-        return Job(lease_id, slot, self.length_of(slot), prefix.segments, prefix.edge)
+    def take(self, grant: Grant) -> list[Job]:
+        """The work that a lease is, with what others sampled of its slots."""
+        jobs: list[Job] = []
+        for slot in grant.slots:
+            self._granted_s.setdefault(slot, self.clock.now_s)
+            known = self.core.state.find(slot)
+            prefix = known.prefix if known is not None else None
+            segments, edge = (prefix.segments, prefix.edge) if prefix else ((), None)
+            jobs.append(Job(grant.lease_id, slot, self.length_of(slot), segments, edge))
+        return jobs
+
+    def note_accepted(self, slot: SlotKey, segments: Segments) -> None:
+        """Remembers what was really sampled, and how long the slot took since it was first granted."""
+        self.sampled[slot] = segments
+        self.waits_s.append(self.clock.now_s - self._granted_s.pop(slot))
 
     def see(self, peer_id: PeerId, version: Version, *, trainer_endpoint: str = "") -> None:
         """A heartbeat."""

@@ -99,8 +99,8 @@ class Clients:
 
     def live(self, failpoints: str = "", *, limit_bytes: int = 0, then: str = "", num_turns: int = 80) -> int:
         """One life of the process: it is worked with until it dies, or for so many turns; then everything is checked.
-        The process of the next life, which will have the failpoints `then`, is started meanwhile. The exit status, 0 if it
-        had to be killed, in the middle of its work."""
+        The process of the next life, which will have the failpoints `then`, is started meanwhile. The exit status, 0
+        if it had to be killed, in the middle of its work."""
         process = self.next or start(self.path, failpoints=failpoints, bug=self.bug, limit_bytes=limit_bytes)
         self.next = start(self.path, failpoints=then, bug=self.bug) if then else None
         assert process.stdin is not None

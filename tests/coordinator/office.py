@@ -28,13 +28,14 @@ from node.session import Session
 from node.tokenizer import vocabulary_of, write_tokenizer
 from protocol.errors import HexcombError
 from protocol.grpc_errors import from_rpc_error
-from protocol.ids import Digest, InviteId, RoundId, SlotKey, Version
+from protocol.ids import Digest, InviteId, LeaseId, RoundId, SlotKey, Version
 from protocol.invite import Invite, encode_invite, stored_secret
 from protocol.keys import Identity
 from protocol.manifest import Body, TensorSpec, digest_of
 from protocol.rollout import FinishReason, Piece, Rollout, sign_piece
 from protocol.run import EnvironmentSpec
 from protocol.v1 import common_pb2, control_pb2
+from protocol.wire import piece_message, slot_message
 
 DEADLINE_S = 20.0
 SECRET = b"s" * 16
@@ -179,9 +180,11 @@ class Member:
     control: ControlClient
     orders: "asyncio.Queue[Order]" = field(default_factory=asyncio.Queue)
     endpoint: str = "127.0.0.1:4001"
+    boot_id: str = ""
     loaded: tuple[int, str] = (-1, "")
     session: Session | None = None
     running: "asyncio.Task[None] | None" = None
+    retired: list[ControlClient] = field(default_factory=list)
 
     @property
     def identity(self) -> Identity:
@@ -195,7 +198,9 @@ class Member:
 
     def greet(self) -> control_pb2.Hello:
         able = common_pb2.Capability(decode_tokens_per_s=10.0, train_tokens_per_s=10.0, device="cpu", reachable=True)
-        return control_pb2.Hello(program="test", endpoint=self.endpoint, capability=able, name="fox")
+        return control_pb2.Hello(
+            program="test", endpoint=self.endpoint, capability=able, name="fox", boot_id=self.boot_id
+        )
 
     def beat(self) -> control_pb2.Heartbeat:
         version, root = self.loaded
@@ -219,6 +224,46 @@ class Member:
     async def lease(self, num_slots: int = 4) -> Lease:
         version, root = self.office.head
         return await self.control.lease_work(version=version, root=root, num_slots=num_slots)
+
+    def pieces(self, slot: SlotKey, *parts: tuple[int, ...], start: int = 0) -> tuple[Piece, ...]:
+        """Signed pieces of these tokens, one after the other from `start`, under the head."""
+        made: list[Piece] = []
+        for token_ids in parts:
+            logprobs = tuple(-0.5 for _ in token_ids)
+            piece = Piece(self.identity.peer_id, self.office.head[0], start, token_ids, logprobs)
+            made.append(sign_piece(self.identity, run_id=self.office.home.run_id, slot=slot, piece=piece))
+            start += len(token_ids)
+        return tuple(made)
+
+    async def stream(
+        self, lease_id: LeaseId, slot: SlotKey, *pieces: Piece | common_pb2.Piece
+    ) -> control_pb2.SubmitPiecesResponse:
+        """The answer to new pieces of one slot."""
+        messages = [piece_message(piece) if isinstance(piece, Piece) else piece for piece in pieces]
+        progress = control_pb2.SlotProgress(lease_id=lease_id, slot=slot_message(slot), pieces=messages)
+        request = control_pb2.SubmitPiecesRequest(progress=[progress])
+        answer = await typed(self.control.stub.SubmitPieces(request, timeout=DEADLINE_S))
+        assert isinstance(answer, control_pb2.SubmitPiecesResponse)
+        return answer
+
+    async def vanish(self) -> None:
+        """The node is gone without a word; it is lost when the coordinator has waited for it."""
+        assert self.running is not None
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.office.until(lambda: self.identity.peer_id not in self.office.core.state.roles)
+
+    def follow(self, office: "Office") -> None:
+        """The same node, at another coordinator of the same run."""
+        self.office.members.remove(self)
+        self.office = office
+        office.members.append(self)
+        self.retired.append(self.control)
+        self.control = ControlClient(
+            addresses=[office.coordinator.addresses["control"]],
+            coordinator_key=office.home.identity.public_bytes,
+            leaf=read_leaf(self.home),
+        )
 
     def rollout(
         self, slot: SlotKey, token_ids: tuple[int, ...] = (7, 8, STOP_ID), *, signer: Identity | None = None
@@ -270,15 +315,17 @@ class Member:
         if self.running is not None:
             self.running.cancel()
             await asyncio.gather(self.running, return_exceptions=True)
-        await self.control.close()
+        for control in (*self.retired, self.control):
+            await control.close()
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    grader: Grader, base: Path, make_home: Callable[[], Path], **changes: dict[str, Any]
+    grader: Grader, base: Path, make_home: Callable[[], Path], *, on: Path | None = None, **changes: dict[str, Any]
 ) -> AsyncIterator[Office]:
-    """A coordinator that is ready, until the block ends. `changes` are to sections of the run file."""
-    home, clock, stop = CoordinatorHome.ensure(make_home()), Clock(), asyncio.Event()
+    """A coordinator that is ready, until the block ends. `changes` are to sections of the run file; `on` is the home to
+    serve, a new one by default."""
+    home, clock, stop = CoordinatorHome.ensure(on or make_home()), Clock(), asyncio.Event()
     coordinator = LonelyCoordinator(home, parse_run_file(run_content(base, **changes)), clock=clock)
     office = Office(coordinator, home, clock, make_home)
     running = asyncio.create_task(coordinator.run(grader, stop))

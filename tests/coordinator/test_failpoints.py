@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_killed_five_hundred_times(make_clients: Callable[..., Clients]) -> None
         name = PLACES[number % len(PLACES)]
         most = 2 if "snapshot" in name or "truncation" in name else 40 if name == "authority.before_decide" else 9
         plan.append(f"{name}=kill@{chance.randint(1, most)}")
-    for number, (now, then) in enumerate(zip(plan, plan[1:], strict=False)):
+    for number, (now, then) in enumerate(pairwise(plan)):
         assert time.monotonic() < ends_s, f"{number} kills took longer than {BUDGET_S:g} s"
         assert clients.live(now, then=then) == KILLED, f"{now} was never reached"
         killed_at[now.partition("=")[0]] += 1
@@ -92,7 +93,8 @@ def test_planted_bugs_are_found(make_clients: Callable[..., Clients], bug: str) 
 
     def lives() -> None:
         for count in (30, 4, 5, 6, 7, 8, 9, 10):
-            clients.live(f"journal.after_commit=kill@{count}", num_turns=10)
+            for name in ("journal.after_commit", "journal.before_commit"):
+                clients.live(f"{name}=kill@{count}", num_turns=10)
 
     with pytest.raises(AssertionError, match=r"lost|manifest|trained|gives another state|skipped"):
         lives()
@@ -144,7 +146,8 @@ def test_killed_in_a_migration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from tests.coordinator.test_journal import old_journal
 
     path = old_journal(tmp_path)
-    code = f"from pathlib import Path; from coordinator.journal import Journal; Journal(Path({str(path)!r}), run_id={RUN_ID!r})"
+    imports = "from pathlib import Path; from coordinator.journal import Journal"
+    code = f"{imports}; Journal(Path({str(path)!r}), run_id={RUN_ID!r})"
     for _ in range(2):
         process = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env={VARIABLE: "schema.before_commit=kill"}, timeout=60, check=False
@@ -160,7 +163,7 @@ def test_killed_in_a_migration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nothing_happens_unless_the_variable_is_set() -> None:
-    code = "import time\nfrom coordinator import failpoints as f\nassert f._armed == {}\nfor name in f.NAMES: f.failpoint(name)"
+    code = "from coordinator import failpoints as f\nassert f._armed == {}\nfor name in f.NAMES: f.failpoint(name)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={}, timeout=60, check=True)
     assert failpoints._armed == {}
     began_s = time.perf_counter()

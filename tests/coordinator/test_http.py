@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -175,6 +176,27 @@ async def test_too_many_readers_are_told_to_come_back_and_nodes_are_served(
     async with asyncio.timeout(DEADLINE_S):
         while (await client.get("/healthz")).status_code != 200:  # noqa: ASYNC110 - closed when the loop sees it
             await asyncio.sleep(0.05)
+
+
+async def test_a_report_that_takes_long_is_told_for_a_moment() -> None:
+    now_s, num_made = 0.0, 0
+
+    class Report:
+        def model_dump_json(self) -> str:
+            nonlocal now_s, num_made
+            now_s += took_s
+            num_made += 1
+            return f"[{num_made}]"
+
+    made: Any = Report
+    rendered = http.Rendered(made, clock=lambda: now_s)
+    for took_s, kept_s in ((0.001, 0.01), (0.2, 0.5)):
+        first = rendered.body()
+        now_s += kept_s * 0.9
+        assert rendered.body() == first
+        now_s += kept_s * 0.2
+        assert rendered.body() != first
+        now_s += 1.0
 
 
 async def test_a_report_with_numbers_that_json_lacks_is_still_json(office: Office) -> None:

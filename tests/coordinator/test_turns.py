@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from coordinator.control_service import MAX_CALLS_WAITING, ControlService
+from coordinator.submissions import MAX_CALLS_WAITING, Submissions
 from protocol.errors import NoWorkError
 from protocol.ids import PeerId
 
 
 async def test_a_flood_from_one_node_is_refused_and_holds_up_nobody() -> None:
     nothing: Any = None
-    service, done = ControlService(nothing), asyncio.Event()
+    service, done = Submissions(nothing, nothing), asyncio.Event()
 
     async def call(name: str) -> None:
-        async with service._turn_of(PeerId(name)):
+        async with service.turn_of(PeerId(name)):
             await done.wait()
 
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:

@@ -53,6 +53,15 @@ SPEC = RunSpec(
 )
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Until something holds, which other tasks of this loop are about to bring about."""
+    async with asyncio.timeout(20):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0)
+
+
 def now_ms() -> int:
     """The clock."""
     return time.time_ns() // 1_000_000
@@ -161,6 +170,9 @@ class Control(ControlServiceServicer):
 
     async def SubmitRollouts(self, request: Any, context: Any) -> Any:
         return await self._next("SubmitRollouts", request, context)
+
+    async def SubmitPieces(self, request: Any, context: Any) -> Any:
+        return await self._next("SubmitPieces", request, context)
 
     async def ReturnLease(self, request: Any, context: Any) -> Any:
         return await self._next("ReturnLease", request, context)

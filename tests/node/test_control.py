@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -11,7 +12,8 @@ import pytest
 from node.backoff import Breaker, backoff_s
 from node.control import ControlClient, retried
 from node.home import Home
-from node.orders import Order, RoleAssigned, Welcome
+from node.orders import LeasesCancelled, Order, PiecesReceived, RoleAssigned, Welcome, order_of
+from node.pieces import SlotProgress
 from node.session import Session
 from protocol.errors import (
     ERRORS_BY_CODE,
@@ -22,12 +24,14 @@ from protocol.errors import (
     VersionTooOldError,
 )
 from protocol.grpc_errors import MAX_FIELD_CHARACTERS, from_rpc_error, to_status
-from protocol.ids import Digest, LeaseId, SlotKey, TaskKey, Version
+from protocol.ids import Digest, LeaseId, PeerId, SlotKey, TaskKey, Version
+from protocol.rollout import Piece
 from protocol.v1 import control_pb2
-from protocol.wire import slot_message
+from protocol.wire import piece_message, piece_of, slot_key, slot_message
 from tests.node.fakes import COORDINATOR, SPEC, Control, leaf_for, serving, welcome
 
 SLOT = SlotKey(Version(0), TaskKey("chain_sum", 1, 2), 0)
+PIECE = Piece(PeerId("12D3KooWA"), Version(3), 0, (5, 6), (-0.5, -0.25), b"s" * 64)
 DEADLINE_S = 10.0
 
 
@@ -55,6 +59,54 @@ async def test_a_lease_comes_as_a_dataclass(peer: Home) -> None:
         lease = await client.lease_work(version=Version(0), root=Digest("r"), num_slots=3)
     assert (lease.lease_id, lease.slots[0].slot, lease.slots[0].prompt_ids) == ("ff", SLOT, (1,))
     assert client.rtt_s > 0
+
+
+async def test_a_slot_comes_with_the_pieces_of_others(peer: Home) -> None:
+    pieces = [piece_message(PIECE), piece_message(replace(PIECE, start=2))]
+    work = control_pb2.SlotWork(slot=slot_message(SLOT), prompt_digest="d" * 64, pieces=pieces)
+    response = control_pb2.LeaseWorkResponse(lease_id="ff", slots=[work], remaining_s=9.0)
+    async with connected(Control(replies={"LeaseWork": [response]}), peer) as client:
+        lease = await client.lease_work(version=Version(0), root=Digest("r"), num_slots=3)
+    assert lease.slots[0].pieces == (PIECE, replace(PIECE, start=2))
+
+
+async def test_pieces_are_handed_in_and_the_answer_read(peer: Home) -> None:
+    response = control_pb2.SubmitPiecesResponse(
+        unwanted=[slot_message(SLOT)],
+        gaps=[control_pb2.SlotGap(slot=slot_message(SLOT), start=4)],
+        leases=[control_pb2.LeaseTime(lease_id="ff", remaining_s=2.5)],
+    )
+    service = Control(replies={"SubmitPieces": [response]})
+    async with connected(service, peer) as client:
+        received = await client.submit_pieces([SlotProgress(LeaseId("ff"), SLOT, (PIECE,))])
+    assert received == PiecesReceived((SLOT,), ((SLOT, 4),), ((LeaseId("ff"), 2.5),))
+    [(_, request)] = service.calls
+    [progress] = request.progress
+    assert (progress.lease_id, slot_key(progress.slot)) == ("ff", SLOT)
+    assert [piece_of(piece) for piece in progress.pieces] == [PIECE]
+
+
+async def test_pieces_are_not_repeated_by_the_call_itself(peer: Home) -> None:
+    service = Control(replies={"SubmitPieces": [grpc.StatusCode.UNAVAILABLE]})
+    async with connected(service, peer) as client:
+        with pytest.raises(UnreachableError):
+            await client.submit_pieces([])
+    assert len(service.calls) == 1
+
+
+@pytest.mark.parametrize("is_fault", [False, True])
+async def test_a_lease_given_back_says_whose_fault_it_is(peer: Home, is_fault: bool) -> None:
+    service = Control(replies={"ReturnLease": [control_pb2.ReturnLeaseResponse()]})
+    async with connected(service, peer) as client:
+        await client.return_lease(LeaseId("ff"), reason="why", is_fault=is_fault)
+    [(_, request)] = service.calls
+    assert (request.lease_id, request.reason, request.is_fault) == ("ff", "why", is_fault)
+
+
+def test_single_slots_can_be_cancelled() -> None:
+    cancelled = control_pb2.LeasesCancelled(lease_ids=["ff"], slots=[slot_message(SLOT)])
+    order = order_of(control_pb2.SessionResponse(leases_cancelled=cancelled))
+    assert order == LeasesCancelled((LeaseId("ff"),), (SLOT,))
 
 
 async def test_a_refusal_keeps_its_class_and_words_and_is_not_repeated(peer: Home) -> None:

@@ -1,9 +1,11 @@
 """The rollout node's planner: one action for each situation, and none that starves another."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
+import node.planner
 from node.planner import (
     MAX_OUTSTANDING,
     Action,
@@ -35,7 +37,10 @@ BUSY = replace(READY, num_outstanding=2)
         (READY, AskForWork(32)),
         (replace(READY, num_outstanding=1), AskForWork(32)),
         (BUSY, Wait("generating")),
-        (replace(READY, is_asking=True), Wait("waiting for a lease")),
+        (replace(READY, num_asking=1), AskForWork(32)),
+        (replace(READY, num_asking=2), Wait("waiting for a lease")),
+        (replace(READY, num_outstanding=1, num_asking=1), Wait("generating")),
+        (replace(READY, no_work_until_s=99.0, num_asking=1), Wait("waiting for a lease")),
         (replace(BUSY, head=Version(8)), FetchVersion(Version(8))),
         (replace(READY, head=Version(8), fetching=Version(8)), AskForWork(32)),
         (replace(BUSY, head=Version(8), version_ready=Version(8)), LoadVersion(Version(8))),
@@ -92,7 +97,7 @@ def test_carrying_out_every_action_ends_in_a_wait() -> None:
             case LoadVersion(version):
                 view = replace(view, loading=version)
             case AskForWork():
-                view = replace(view, is_asking=True)
+                view = replace(view, num_asking=view.num_asking + 1)
             case Wait():
                 return
     raise AssertionError("the planner does not come to rest")
@@ -108,3 +113,47 @@ def test_wanted_outstanding(rtt_s: float, service_s: float | None, wanted: int) 
 
 def test_wanted_outstanding_is_bounded() -> None:
     assert wanted_outstanding(rtt_s=1000.0, service_s=0.001) == MAX_OUTSTANDING
+
+
+def busy_share(*, rtt_s: float, service_s: float, num_leases: int = 400) -> float:
+    """How much of the time an engine is busy that works on its leases one after the other, each for `service_s`, when
+    the planner asks for them and every call takes `rtt_s`; on a virtual clock, without the start."""
+    arrivals: list[float] = []  # of calls under way, soonest first
+    queue = num_served = 0
+    now_s, busy_s, free_s = 0.0, 0.0, math.inf  # `free_s`: when the lease at work is done
+    begun_s = math.inf
+    while num_served < num_leases:
+        view = replace(
+            READY,
+            now_s=now_s,
+            num_outstanding=queue + (free_s < math.inf),
+            num_asking=len(arrivals),
+            rtt_s=rtt_s,
+            service_s=service_s,
+        )
+        if isinstance(next_action(view), AskForWork):
+            arrivals.append(now_s + rtt_s)
+            continue
+        now_s = min(arrivals[0] if arrivals else math.inf, free_s)
+        if free_s <= now_s:
+            num_served, free_s = num_served + 1, math.inf
+            busy_s += service_s if begun_s < math.inf else 0.0
+            begun_s = now_s if num_served == 10 else begun_s
+        else:
+            arrivals.pop(0)
+            queue += 1
+        if queue and free_s == math.inf:
+            queue, free_s = queue - 1, now_s + service_s
+    return busy_s / (now_s - begun_s)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.5, 1.0, 1.5, 2.0, 2.7, 3.0])
+@pytest.mark.parametrize("service_s", [0.2, 1.0, 20.0])
+def test_the_engine_is_busy_however_far_the_coordinator_is(ratio: float, service_s: float) -> None:
+    assert busy_share(rtt_s=ratio * service_s, service_s=service_s) >= 0.98
+
+
+def test_with_one_lease_at_a_time_half_the_time_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.planner, "wanted_outstanding", lambda **_: 1)
+    assert busy_share(rtt_s=1.0, service_s=1.0) == pytest.approx(0.5)
+    assert busy_share(rtt_s=3.0, service_s=1.0) == pytest.approx(0.25)

@@ -69,7 +69,7 @@ class Account:
                 self._grant(fact)
             case f.LeaseExtended():
                 peer_id, granted_ms, _ = self.holders[fact.lease_id]
-                assert fact.deadline_ms <= granted_ms + self.spec.lease_s * 1000, "a lease for ever"
+                assert fact.deadline_ms <= self.world.now_ms + self.spec.lease_s * 1000, "a lease for ever"
                 self.holders[fact.lease_id] = (peer_id, granted_ms, fact.deadline_ms)
             case f.LeaseClosed():
                 left = self.claims.pop(fact.lease_id)
