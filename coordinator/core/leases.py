@@ -190,7 +190,8 @@ def _room(turn: Turn, peer_id: PeerId) -> int:
     """Slots that another node could take if it asked now, with the version that it was last seen with."""
     version = turn.soft.live[peer_id].presence.version
     most = _allowance(turn, peer_id)
-    if version not in turn.state.roots or most <= 0:
+    is_in_step = is_fresh(v_train=turn.require_head().version, v_token=version, max_lag=turn.max_lag)
+    if not is_in_step or most <= 0:
         return 0
     num_old = sum(1 for _ in islice(_waiting_slots(turn, peer_id, version=version), most))
     num_spare = max(0, spare_groups(turn, version=version)) * turn.rules.spec.group_size

@@ -8,39 +8,29 @@ end, a curse that a healthy swarm must survive.
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from coordinator.core import events
 from coordinator.core.books import check
-from coordinator.core.replies import Grant
-from coordinator.core.state import encode_state
 from protocol.errors import HexcombError
-from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, SlotKey, Version
+from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, Version
 from protocol.run import EnvironmentSpec
 from tests.coordinator.world import BASE, make_body, make_rules
 from tests.property.account import Account, CountedWorld
-from tests.scenarios.tokens import Tokens, behind, edges, merged
+from tests.property.nodes import CAPABILITY, NAMES, Nodes
 
-NAMES = ("a", "b", "c", "d")
 STRANGER = PeerId("nobody")
-CAPABILITY = events.Capability(1.0, 1.0, 1, "cpu")
+CURSES = ("absent", "idler", "unready", "liar", "poison", "equal")
 names = st.sampled_from(NAMES)
 digests = st.sampled_from([Digest("x"), Digest("x"), Digest("y")])
 shapes = st.sampled_from(["plain", "old", "both", "future", "backwards", "early", "anew"])
-CURSES = ("absent", "idler", "unready", "liar", "poison", "equal")
 ends = st.sampled_from(["commit", "open", "lie", "silence"])
 policies = st.sampled_from(["mask_tokens", "mask_tokens", "drop", "wait"])
 modes = st.sampled_from(["async", "async", "async", "sequential", "periodic"])
 
 
-class Swarm(RuleBasedStateMachine):
+class Swarm(Nodes):
     """Four nodes that come, go, lie and repeat themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.grants: list[tuple[str, Grant]] = []
-        self.unscored: list[SlotKey] = []
-        self.num_leases = 0
 
     @initialize(
         num_trainers=st.sampled_from([None, 2, 2]),
@@ -82,64 +72,28 @@ class Swarm(RuleBasedStateMachine):
         self.world.see_all()
         self.book.read()
 
-    @property
-    def head(self) -> int:
-        """The newest version."""
-        return self.book.head
-
     @invariant()
     def account_holds(self) -> None:
         if hasattr(self, "book"):
             self.book.check()
 
-    def attempt(self, event: events.Event) -> object:
-        """The reply, or the refusal, which leaves everything as it was."""
-        before = encode_state(self.world.core.state)
-        try:
-            return self.world.do(event).reply
-        except HexcombError as refusal:
-            assert encode_state(self.world.core.state) == before, "a refusal changed the state"
-            return refusal
-        finally:
-            self.book.read()
-
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.5, 8.0]), is_silent=st.booleans())
     def wait(self, seconds: float, is_silent: bool) -> None:
-        """Time passes in steps of a heartbeat, in which the nodes are heard or not."""
-        while seconds > 0:
-            if not is_silent:
-                self.heartbeats("", 0)
-            self.world.tick(min(seconds, 1.0))
-            self.book.read()
-            seconds -= 1.0
+        self.pass_time(seconds, is_silent=is_silent)
 
     @rule(but=st.sampled_from(("", *NAMES)), behind=st.sampled_from([0, 0, 0, 1, 5]))
     def heartbeats(self, but: str, behind: int) -> None:
-        version = max(-1, self.head - behind)
-        for name in [name for name in NAMES if name != but and name in self.world.core.state.nodes]:
-            self.world.see(name, version=version)
-            if name not in self.world.core.soft.capabilities:
-                self.world.do(events.CapabilityLearned(PeerId(name), CAPABILITY))
-        self.book.read()
+        self.beat(but=but, behind=behind)
+
+    @rule(liar=st.sampled_from(("", "", "", *NAMES)), absent=st.sampled_from(("", "", "", *NAMES)))
+    def attest(self, liar: str, absent: str) -> None:
+        self.attest_all(liar=liar, absent=absent)
 
     @rule()
     def newcomer(self) -> None:
         if NAMES[3] not in self.world.core.state.nodes:
             self.world.join(NAMES[3], rate=500.0)
             self.book.read()
-
-    def ask(self, name: str, num_slots: int, behind: int = 0) -> Grant | None:
-        """A wish for work under the head, or an older version, or one that is not there yet."""
-        version = Version(self.head - behind)
-        root = self.world.core.state.roots.get(version, Digest(""))
-        self.num_leases += 1
-        lease_id = LeaseId(f"{self.num_leases:016x}")
-        reply = self.attempt(events.WorkRequested(PeerId(name), version, root, num_slots, lease_id))
-        if not isinstance(reply, Grant):
-            return None
-        assert 0 <= behind <= self.book.max_lag, "a lease for a version that is too old"
-        assert root == self.book.roots[version], "a lease for weights that nobody committed"
-        return reply
 
     @rule(name=names, num_slots=st.integers(0, 6), behind=st.integers(-1, 2))
     def ask_for_work(self, name: str, num_slots: int, behind: int) -> None:
@@ -157,70 +111,17 @@ class Swarm(RuleBasedStateMachine):
     @rule(owner=names, thief=st.sampled_from(("", "", *NAMES)), shape=shapes, digest=digests)
     def submit_at_once(self, owner: str, thief: str, shape: str, digest: Digest) -> None:
         """A slot of a lease that is open, by its holder or by another."""
-        self.heartbeats("", 0)
+        self.beat()
         grant = self.ask(owner, 1)
         if grant is not None:
             self.submit(owner, grant, grant.slots[0], shape=shape, digest=digest, thief=thief)
-
-    def after_prefix(self, slot: SlotKey, own: Tokens) -> Tokens:
-        """Pieces that go on from what a slot keeps, or begin."""
-        kept = self.book.prefixes.get(slot)
-        return (*(behind(kept[1]) if kept else ()), *own)
-
-    def submit(self, owner: str, grant: Grant, slot: SlotKey, *, shape: str, digest: Digest, thief: str = "") -> None:
-        """A rollout with tokens of these or those versions; what is accepted must have been allowed."""
-        name, head = thief or owner, self.head
-        own: Tokens = {
-            "plain": ((Version(head), 5),),
-            "old": ((slot.version, 5),),
-            "both": ((slot.version, 2), (Version(head), 3)),
-            "future": ((Version(head), 2), (Version(head + 1), 3)),
-            "backwards": ((Version(head), 2), (Version(max(0, head - 1)), 3)),
-            "early": ((Version(max(0, slot.version - 1)), 2), (Version(head), 3)),
-            "anew": ((Version(head), 7),),
-        }[shape]
-        pieces = own if shape == "anew" else self.after_prefix(slot, own)
-        held = self.book.claims.get(grant.lease_id, set()).copy()
-        holder, _, deadline_ms = self.book.holders[grant.lease_id]
-        kept, known = self.book.prefixes.get(slot), self.book.accepted.get(slot)
-        made = tuple(edges(str(slot), pieces))
-        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, digest, merged(pieces), made)
-        reply = self.attempt(event)
-        outcome = getattr(reply, "outcome", None)
-        if outcome == "ACCEPTED":
-            assert known is None, "two rollouts accepted for one slot"
-            assert name == holder, "a rollout accepted from another node than the lease's"
-            assert slot in held, "a rollout accepted without a claim to its slot"
-            assert self.world.now_ms < deadline_ms, "a rollout accepted after its lease was over"
-            assert kept is None or kept[1] in made, "a rollout accepted that does not go on from what came before"
-            versions = [version for version, _ in pieces]
-            assert versions == sorted(versions), "versions went backwards"
-            assert slot.version <= versions[0], "a token is older than its slot"
-            assert head - self.book.max_lag <= versions[-1] <= head, "the newest token is too old, or of the future"
-            self.book.accept(slot, name, digest, merged(pieces))
-            self.unscored.append(slot)
-            again = self.attempt(event)
-            assert getattr(again, "outcome", None) == "DUPLICATE", "an acknowledged rollout was forgotten at once"
-        elif outcome == "DUPLICATE":
-            assert known == (name, digest)
-        elif known == (name, digest):
-            assert self.world.core.state.find(slot) is None, "an acknowledged rollout was forgotten"
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), thief=st.sampled_from(("", "", "", *NAMES)), length=st.integers(1, 3), is_new=st.booleans())
     def hand_in_pieces(self, data: st.DataObject, thief: str, length: int, is_new: bool) -> None:
         """All slots of a recent lease come on, whatever became of it."""
         owner, grant = data.draw(st.sampled_from(self.grants[-6:]))
-        name, progress = PeerId(thief or owner), []
-        for slot in grant.slots:
-            before = self.book.handed_in.get(slot) or self.book.prefixes.get(slot)
-            kept = behind(before[1]) if before else ()
-            start = kept[-1][0] if kept else slot.version
-            pieces = (*kept, (Version(self.head if is_new else start), length))
-            edge = edges(str(slot), pieces)[-1]
-            progress.append(events.SlotProgress(name, grant.lease_id, slot, merged(pieces), edge))
-            self.book.hand_in(name, grant.lease_id, slot, merged(pieces), edge)
-        self.attempt(events.PiecesReceived(tuple(progress)))
+        self.hand_in(thief or owner, grant, version=self.head if is_new else None, length=length)
 
     @precondition(lambda self: self.book.prefixes)
     @rule(data=st.data())
@@ -236,27 +137,21 @@ class Swarm(RuleBasedStateMachine):
         for slot in [*due, *due[-1:]]:
             self.give_reward(slot, reward)
 
-    def give_reward(self, slot: SlotKey, reward: float | None) -> None:
-        """The grader's first word on a slot counts."""
-        if reward is not None and slot not in self.book.ends:
-            self.book.rewards.setdefault(slot, reward)
-        self.attempt(events.RolloutScored(slot, reward))
-
     @rule(late=st.sampled_from([0, 0, 1, 2]), is_spread=st.booleans(), num_turns=st.integers(1, 6), end=ends)
     def work_well(self, late: int, is_spread: bool, num_turns: int, end: str) -> None:
         """Nodes do as they should, so that versions come to be; the first turn's last scores come late, and the last
         turn's round has some other end."""
         for turn in range(num_turns):
-            self.wait(0.1, False)
+            self.pass_time(0.1)
             for name in NAMES:
                 self.fill(name, late=0 if turn else late, is_spread=is_spread)
             if turn < num_turns - 1 or end == "commit":
-                self.attest("", "")
+                self.attest_all()
         members = self.world.core.state.round.peer_ids if self.world.core.state.round else ("",)
         if end in ("lie", "silence"):
-            self.attest(members[0] if end == "lie" else "", members[-1] if end == "silence" else "")
+            self.attest_all(liar=members[0] if end == "lie" else "", absent=members[-1] if end == "silence" else "")
         if end == "silence":
-            self.wait(31.0, False)
+            self.pass_time(31.0)
 
     @rule(name=names, num_versions=st.integers(0, 2), delay=st.booleans(), is_handed_in=st.booleans())
     def work_slowly(self, name: str, num_versions: int, delay: bool, is_handed_in: bool) -> None:
@@ -264,13 +159,7 @@ class Swarm(RuleBasedStateMachine):
         grant = self.ask(name, 2)
         if grant is not None and is_handed_in:
             self.grants.append((name, grant))
-            progress = []
-            for slot in grant.slots:
-                pieces = self.after_prefix(slot, ((Version(self.head), 2),))
-                edge = edges(str(slot), pieces)[-1]
-                progress.append(events.SlotProgress(PeerId(name), grant.lease_id, slot, merged(pieces), edge))
-                self.book.hand_in(name, grant.lease_id, slot, merged(pieces), edge)
-            self.attempt(events.PiecesReceived(tuple(progress)))
+            self.hand_in(name, grant, version=self.head, length=2)
         if num_versions:
             self.work_well(0, False, num_versions, "commit")
         for slot in grant.slots if grant else ():
@@ -281,57 +170,16 @@ class Swarm(RuleBasedStateMachine):
             self.work_well(0, False, 2, "commit")
         self.score(8, 1.0)
 
-    def hand_over(self, name: str, grant: Grant, slot: SlotKey, own: Tokens) -> object:
-        """A rollout after what was kept of its slot; an acknowledgement is noted."""
-        pieces = self.after_prefix(slot, own)
-        made = tuple(edges(str(slot), pieces))
-        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, Digest("x"), merged(pieces), made)
-        reply = self.attempt(event)
-        if getattr(reply, "outcome", None) == "ACCEPTED":
-            self.book.accept(slot, name, Digest("x"), merged(pieces))
-            self.unscored.append(slot)
-        return reply
-
     @rule(absent=names)
     def work_on(self, absent: str) -> None:
         """The same with a node that does nothing, and is lost at last; what was left unscored stays so."""
-        self.heartbeats(absent, 0)
+        self.beat(but=absent)
         for name in NAMES:
             if name != absent:
                 self.fill(name, late=1, is_spread=True)
-        self.attest("", absent)
+        self.attest_all(absent=absent)
         self.world.tick(0.5)
         self.book.read()
-
-    def fill(self, name: str, *, late: int = 0, is_spread: bool = False, curse: str = "") -> None:
-        """A node leases slots and fills them; the last `late` are not scored, the first tokens may be older."""
-        grant = self.ask(name, 4)
-        if grant is None:
-            return
-        version = Version(self.head)
-        if curse == "poison" and any(slot.sample == 0 and slot.task.index % 5 == 0 for slot in grant.slots):
-            self.attempt(events.LeaseReturned(PeerId(name), grant.lease_id, "out of memory", is_fault=True))
-            return
-        for place, slot in enumerate(grant.slots):
-            own = ((version, 2),) if slot in self.book.prefixes else ((slot.version, 2), (version, 2))
-            reply = self.hand_over(name, grant, slot, own if is_spread else ((version, 4),))
-            assert getattr(reply, "outcome", None) == "ACCEPTED", "honest work was not taken"
-            if place < len(grant.slots) - late:
-                self.unscored.pop()
-                self.give_reward(slot, 1.0 if curse == "equal" else float(slot.sample))
-
-    @rule(liar=st.sampled_from(("", "", "", *NAMES)), absent=st.sampled_from(("", "", "", *NAMES)))
-    def attest(self, liar: str, absent: str) -> None:
-        round_ = self.world.core.state.round
-        for peer_id in round_.peer_ids if round_ else ():
-            assert round_ is not None
-            if peer_id == absent:
-                continue
-            body = self.world.next_body(salt="lie" if peer_id == liar else "")
-            self.book.words.setdefault(round_.round_id, {})[peer_id] = body.digest
-            self.attempt(events.VersionAttested(peer_id, round_.round_id, body, {"loss": 1.0}))
-            if self.world.core.state.round is not round_:
-                return
 
     @precondition(lambda self: self.world.core.state.round is not None)
     @rule(step=st.sampled_from([0, 2, 1]), is_outsider=st.booleans())
@@ -423,7 +271,7 @@ class Swarm(RuleBasedStateMachine):
             if name != bad or self.curse != "absent":
                 self.world.see(name, version=-1 if name == bad and self.curse == "unready" else self.head)
                 self.world.do(events.CapabilityLearned(PeerId(name), CAPABILITY))
-        self.wait(1.0, True)
+        self.pass_time(1.0, is_silent=True)
         if self.curse == "idler":
             self.ask(bad, 100)
         for name in NAMES:
@@ -433,4 +281,5 @@ class Swarm(RuleBasedStateMachine):
             self.give_reward(slot, 1.0 if self.curse == "equal" else float(slot.sample))
         self.unscored.clear()
         absent = "" if self.curse in ("liar", "poison", "equal") else bad
-        self.attest(bad if self.curse == "liar" else "", absent)
+        self.attest_all(liar=bad if self.curse == "liar" else "", absent=absent)
+
