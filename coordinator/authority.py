@@ -25,6 +25,7 @@ from protocol.manifest import Body, SignedManifest
 MAX_BATCH = 64
 MAX_QUEUED = 1024
 MAX_EFFECTS = 65_536
+MAX_FRESH_BYTES = 32 << 20
 
 Sealer = Callable[[Version, Body, Digest | None, int], SignedManifest]
 """(version, body, digest of the manifest before, now in ms) -> the manifest, signed."""
@@ -57,6 +58,8 @@ class Authority:
         self._requests: asyncio.Queue[_Request] = asyncio.Queue(MAX_QUEUED)
         self._under_way: list[_Request] = []
         self._end: JournalError | None = None
+        self._fresh: dict[SlotKey, bytes] = {}
+        self._num_fresh_bytes = 0
         newest = journal.reader.newest_manifest()
         self._previous: Digest | None = newest.digest if newest else None
 
@@ -71,13 +74,27 @@ class Authority:
     async def submit(self, event: e.Event, attachments: Attachments = ()) -> Reply:
         """The core's answer, once what it decided is durable. Raises the refusal, or `JournalError` if the authority
         has ended. A caller that gives up waiting does not undo the event."""
+        return await (await self._queue(event, attachments))
+
+    async def submit_all(self, wishes: Sequence[tuple[e.Event, Attachments]]) -> list[Reply | HexcombError]:
+        """The core's answers to several events, in order; a refusal is one of them. Raises `JournalError` if the
+        authority has ended."""
+        answers = [await self._queue(event, attachments) for event, attachments in wishes]
+        results = list[Reply | HexcombError]()
+        for result in await asyncio.gather(*answers, return_exceptions=True):
+            if isinstance(result, JournalError) or not isinstance(result, HexcombError | Reply):
+                raise result
+            results.append(result)
+        return results
+
+    async def _queue(self, event: e.Event, attachments: Attachments) -> "asyncio.Future[Reply]":
         if self._end is not None:
             raise self._end
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         await self._requests.put(_Request(event, attachments, answer))
         if self._end is not None:  # it ended while this waited for room, and nobody empties the queue any more
             raise self._end
-        return await answer
+        return answer
 
     async def run(self) -> None:
         """Serves the queue until cancelled; raises when a decision could not be made durable."""
@@ -96,7 +113,13 @@ class Authority:
 
     async def rollout_bodies(self, slots: Sequence[SlotKey]) -> list[bytes]:
         """What was handed in for accepted slots, in order. Raises `JournalError` if one is no longer kept."""
-        return await asyncio.to_thread(self._journal.reader.rollout_bodies, slots)
+        known = {slot: body for slot in slots if (body := self._fresh.pop(slot, None)) is not None}
+        self._num_fresh_bytes -= sum(map(len, known.values()))
+        others = [slot for slot in slots if slot not in known]
+        if others:
+            found = await asyncio.to_thread(self._journal.reader.rollout_bodies, others)
+            known.update(zip(others, found, strict=True))
+        return [known[slot] for slot in slots]
 
     async def _serve(self) -> None:
         outcomes: list[_Outcome] = []
@@ -115,11 +138,22 @@ class Authority:
                 entries.append(self._entry(request, decision, now_ms))
         if entries:
             failpoint("authority.before_append")
-            await asyncio.to_thread(self._journal.append, entries, state=self.core.state)
+            self._journal.stage(entries, state=self.core.state)
+            await asyncio.to_thread(self._journal.commit, entries, state=self.core.state)
             failpoint("authority.before_reply")
+            self._remember(entries)
         self._under_way = []
         for outcome in outcomes:
             self._publish(outcome)
+
+    def _remember(self, entries: Sequence[Entry]) -> None:
+        """Keeps new bodies for their first reader, the grader, which asks soon."""
+        for entry in entries:
+            for slot, body in entry.bodies:
+                self._fresh[slot] = body
+                self._num_fresh_bytes += len(body)
+        while self._num_fresh_bytes > MAX_FRESH_BYTES:
+            self._num_fresh_bytes -= len(self._fresh.pop(next(iter(self._fresh))))
 
     def _entry(self, request: _Request, decision: Decision, now_ms: int) -> Entry:
         accepted = {fact.slot for fact in decision.facts if isinstance(fact, RolloutAccepted)}

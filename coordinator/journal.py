@@ -19,7 +19,7 @@ from coordinator.core.facts import Fact, GroupDropped, RolloutAccepted, VersionC
 from coordinator.core.state import State, encode_state
 from coordinator.failpoints import failpoint
 from coordinator.journal_reader import BUSY_TIMEOUT_S, NUM_SNAPSHOTS, JournalReader
-from coordinator.journal_schema import as_journal_error, checksum, prepare, transaction
+from coordinator.journal_schema import as_journal_error, checksum, or_rolled_back, prepare
 from protocol.errors import HomeInUseError, JournalError
 from protocol.ids import Digest, RunId, SlotKey, Version
 from protocol.manifest import SignedManifest
@@ -45,7 +45,7 @@ class Entry:
 
 
 class Journal:
-    """The only writer. `append` blocks until the disk has the batch: call it outside the event loop."""
+    """The only writer. `append` and `commit` block until the disk has the batch: call them outside the event loop."""
 
     def __init__(self, path: Path, *, run_id: RunId, environment: Digest | None = None) -> None:
         """Opens, creates or migrates. `environment` names what the run's prompts are drawn from
@@ -69,18 +69,29 @@ class Journal:
     def append(self, entries: Sequence[Entry], *, state: State) -> None:
         """One transaction for the whole batch; `state` is the state after it. Raises `JournalError`, after which the
         process must end: what it has in memory is not what the disk has."""
-        with self._write_lock, as_journal_error(self.path, "written"):
+        self.stage(entries, state=state)
+        self.commit(entries, state=state)
+
+    def stage(self, entries: Sequence[Entry], *, state: State) -> None:
+        """The quick half of `append`: no wait for the disk. Each row gives the interpreter's lock away for a moment, so
+        in a thread beside a busy event loop it would take longer than the loop is held up by it."""
+        with self._write_lock, as_journal_error(self.path, "written"), or_rolled_back(self._db):
             failpoint("journal.before_begin")
-            with transaction(self._db):
-                self._write_facts(entries, state)
-                failpoint("journal.after_facts")
-                self._write_rollouts(entries)
-                failpoint("journal.after_rollouts")
-                self._write_manifests(entries)
-                self._retire_groups(entries, state)
-                if self._is_snapshot_due():
-                    self._write_snapshot(state)
-                failpoint("journal.before_commit")
+            self._db.execute("BEGIN IMMEDIATE")
+            self._write_facts(entries, state)
+            failpoint("journal.after_facts")
+            self._write_rollouts(entries)
+            failpoint("journal.after_rollouts")
+            self._write_manifests(entries)
+
+    def commit(self, entries: Sequence[Entry], *, state: State) -> None:
+        """The other half, of what was staged: blocks until the disk has the batch."""
+        with self._write_lock, as_journal_error(self.path, "written"), or_rolled_back(self._db):
+            self._retire_groups(entries, state)
+            if self._is_snapshot_due():
+                self._write_snapshot(state)
+            failpoint("journal.before_commit")
+            self._db.execute("COMMIT")
             failpoint("journal.after_commit")
 
     def close(self) -> None:

@@ -122,10 +122,17 @@ def damaged(path: Path, why: str) -> JournalError:
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
     """Everything inside, or nothing."""
-    db.execute("BEGIN IMMEDIATE")
-    try:
+    with or_rolled_back(db):
+        db.execute("BEGIN IMMEDIATE")
         yield
         db.execute("COMMIT")
+
+
+@contextlib.contextmanager
+def or_rolled_back(db: sqlite3.Connection) -> Iterator[None]:
+    """Ends the open transaction without a trace if what happens inside fails."""
+    try:
+        yield
     except BaseException:
         if db.in_transaction:
             db.execute("ROLLBACK")

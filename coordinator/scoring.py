@@ -39,4 +39,4 @@ class Scoring:
             pairs = [(rollout.slot.task, rollout.token_ids) for rollout in rollouts]
             rewards = await self._grader.scores(pairs)
             events = [RolloutScored(slot, reward) for slot, reward in zip(slots, rewards, strict=True)]
-            await asyncio.gather(*(self._authority.submit(event) for event in events))
+            await self._authority.submit_all([(event, ()) for event in events])

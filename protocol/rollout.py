@@ -10,6 +10,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from protocol.errors import RolloutMalformedError
@@ -53,12 +54,12 @@ class Rollout:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The completion."""
-        return tuple(token for piece in self.pieces for token in piece.token_ids)
+        return tuple(chain.from_iterable(piece.token_ids for piece in self.pieces))
 
     @property
     def logprobs(self) -> tuple[float, ...]:
         """The sampler's log-probability of each token of the completion."""
-        return tuple(value for piece in self.pieces for value in piece.logprobs)
+        return tuple(chain.from_iterable(piece.logprobs for piece in self.pieces))
 
     @property
     def digest(self) -> Digest:
@@ -107,8 +108,13 @@ def verify_pieces(rollout: Rollout, *, run_id: RunId) -> None:
     """Raises `UnauthenticatedError` unless each piece is signed by the node that it names, `KeyRefusedError` where that
     name is no peer id; whether the signers have a place in the run is the caller's to check."""
     for piece in rollout.pieces:
-        key = public_key_of(piece.node)
-        verify(key, kind=KIND, run_id=run_id, payload=piece.message(rollout.slot), signature=piece.signature)
+        verify_piece(piece, slot=rollout.slot, run_id=run_id)
+
+
+def verify_piece(piece: Piece, *, slot: SlotKey, run_id: RunId) -> None:
+    """The same for one piece."""
+    key = public_key_of(piece.node)
+    verify(key, kind=KIND, run_id=run_id, payload=piece.message(slot), signature=piece.signature)
 
 
 def edges_of(slot: SlotKey, pieces: Sequence[Piece], *, after: Digest | None = None) -> list[Digest]:
@@ -136,13 +142,13 @@ def check_rollout(rollout: Rollout, contract: SamplingContract) -> None:
         position += len(piece.token_ids)
     if not 1 <= position <= contract.max_new_tokens:
         refuse(f"its length {position} is not between 1 and {contract.max_new_tokens}")
-    if any(not 0 <= token < contract.vocab_size for token in rollout.token_ids):
+    token_ids, logprobs = rollout.token_ids, rollout.logprobs
+    if min(token_ids) < 0 or max(token_ids) >= contract.vocab_size:
         refuse(f"a token id is outside the vocabulary of {contract.vocab_size}")
-    if any(not math.isfinite(value) or value > 1e-3 for value in rollout.logprobs):
+    if not math.isfinite(sum(logprobs)) or max(logprobs) > 1e-3:  # a sum of float32 values does not overflow
         refuse("a log-probability is positive or not finite")
-    *body, last = rollout.token_ids
-    if any(token in contract.stop_ids for token in body):
+    if not frozenset(contract.stop_ids).isdisjoint(token_ids[:-1]):
         refuse("tokens follow a stop id")
-    expected = "stop" if last in contract.stop_ids else "length"
+    expected = "stop" if token_ids[-1] in contract.stop_ids else "length"
     if rollout.finish_reason != expected or (expected == "length" and position != contract.max_new_tokens):
         refuse(f"its finish reason {rollout.finish_reason} does not fit its last token and length")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import uvloop
 
 from protocol.certificates import Leaf
@@ -47,6 +48,7 @@ class Phase:
     seconds: float = 0.0
     num_good: int = 0
     num_bad: int = 0
+    server_cpu_s: float = 0.0
     probes_s: list[float] = field(default_factory=list)
     calls_s: list[float] = field(default_factory=list)
 
@@ -186,9 +188,13 @@ def make_client(place: Place, echo_address: str, number: int) -> Client:
     )
 
 
-async def run_phase(clients: list[Client], side: str, *, seconds: float, rollouts_a_call: int) -> Phase:
+async def run_phase(
+    clients: list[Client], side: str, pid: int, *, seconds: float, rollouts_a_call: int
+) -> Phase:
     """All clients at once, until the time is over or the first of them has nothing left."""
     phase, began_s = Phase(side, rollouts_a_call), time.monotonic()
+    server = psutil.Process(pid)
+    cpu_s = sum(server.cpu_times()[:2])
 
     def is_over() -> bool:
         return side != "echo" and not all(client.ready for client in clients)
@@ -197,10 +203,18 @@ async def run_phase(clients: list[Client], side: str, *, seconds: float, rollout
         for client in clients:
             tasks.create_task(client.run(phase, began_s + seconds, is_over))
     phase.seconds = time.monotonic() - began_s
+    phase.server_cpu_s = sum(server.cpu_times()[:2]) - cpu_s
     return phase
 
 
-async def measure(clients: list[Client], seconds: float) -> list[Phase]:
+def tell(phase: Phase) -> None:
+    """A line for whoever watches."""
+    rate, cpu_us = phase.num_good / phase.seconds, 1e6 * phase.server_cpu_s / max(1, phase.num_good)
+    words = f"{phase.side}, {phase.rollouts_a_call} a call: {rate:.0f}/s, {cpu_us:.0f} us of CPU each"
+    print(f"{words}; {phase.num_bad} bad, {phase.seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+async def measure(clients: list[Client], pids: dict[str, int], seconds: float) -> list[Phase]:
     """Warm-up, then coordinator and echo by turns, first one rollout a call, then sixteen."""
     phases: list[Phase] = []
 
@@ -211,17 +225,17 @@ async def measure(clients: list[Client], seconds: float) -> list[Phase]:
 
     for _ in range(ROUNDS_OF_WARM_UP):
         await prepare(512, 1)
-        warm = await run_phase(clients, "coordinator", seconds=4 * seconds, rollouts_a_call=1)
-        print(f"warm-up: {warm.num_good / warm.seconds:.0f}/s, {warm.num_good} in {warm.seconds:.1f}", file=sys.stderr)
+        warm = await run_phase(clients, "coordinator", pids["coordinator"], seconds=4 * seconds, rollouts_a_call=1)
+        tell(warm)
     await prepare(16, 1)
-    await run_phase(clients, "echo", seconds=2.0, rollouts_a_call=1)
+    await run_phase(clients, "echo", pids["echo"], seconds=2.0, rollouts_a_call=1)
     for rollouts_a_call, rate in ((1, 2000), (16, 4000)):
         for _ in range(2):
             await prepare(round(rate * seconds / len(clients)), rollouts_a_call)
             for side in ("echo", "coordinator"):
-                phases.append(await run_phase(clients, side, seconds=seconds, rollouts_a_call=rollouts_a_call))
-                done = phases[-1]
-                print(side, rollouts_a_call, done.num_good / done.seconds, done.num_bad, done.seconds, file=sys.stderr)
+                phase = await run_phase(clients, side, pids[side], seconds=seconds, rollouts_a_call=rollouts_a_call)
+                phases.append(phase)
+                tell(phase)
     return phases
 
 
@@ -235,7 +249,7 @@ async def run(folder: Path, num_clients: int, seconds: float) -> None:
         for client in clients:
             while not await client.lease():  # until it has its role
                 await asyncio.sleep(0.05)
-    phases = await measure(clients, seconds)
+    phases = await measure(clients, {"coordinator": place.pid, "echo": echo.pid}, seconds)
     for session in sessions:
         session.cancel()
     print(json.dumps([asdict(phase) for phase in phases]))

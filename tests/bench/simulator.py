@@ -187,7 +187,7 @@ class Swarm:
     def _stream(self) -> None:
         """Pieces. To keep the count of events low most name one slot of each lease; every tenth time all are named."""
         self._num_streams += 1
-        of_all = self._num_streams % 10 == 0
+        of_all = self._num_streams % 5 == 0
         progress = tuple(item for node in self.nodes.values() for item in node.pieces(of_all=of_all))
         if progress:
             self.tell(e.PiecesReceived(progress))

@@ -47,11 +47,11 @@ class SlowJournal(Journal):
         self.batches: list[int] = []
         self.fails = False
 
-    def append(self, entries: Sequence[Entry], *, state: State) -> None:
+    def commit(self, entries: Sequence[Entry], *, state: State) -> None:
         assert self.open.wait(DEADLINE_S)
         if self.fails:
             raise JournalError("the disk is full")
-        super().append(entries, state=state)
+        super().commit(entries, state=state)
         self.batches.append(len(entries))
 
 

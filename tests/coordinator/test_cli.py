@@ -17,9 +17,14 @@ import tomlkit
 
 from coordinator.cli import duration_s
 from coordinator.home import CoordinatorHome
+from coordinator.journal import Journal
+from coordinator.journal_schema import environment_digest
+from coordinator.settings import parse_run_file
 from protocol.errors import UsageError
 from protocol.invite import decode_invite
+from protocol.tokens import load_tokenizer
 from tests.coordinator.office import run_content
+from tests.coordinator.test_journal import Book
 from tests.house.tree import ROOT
 
 DEADLINE_S = 60.0
@@ -79,6 +84,13 @@ def test_a_coordinator_starts_answers_stops_and_comes_back_at_the_same_ports(
         code, out, _ = run("status", "--home", home, "--json")
         assert (code, json.loads(out)["schema"]) == (0, 1)
         assert run("status", "--home", home)[0] == 0
+        code, out, _ = run("replay", "--home", home, "--json")
+        shown = json.loads(out)
+        assert (code, shown["version"], shown["invites"], shown["balanced"]) == (0, 0, 1, True)
+        assert "sound" in run("check", "--home", home)[1]
+        code, out, err = run("backup", tmp_path / "copy.db", "--home", home)
+        assert (code, "checked" in out) == (0, True)
+        assert all(name in err for name in ("identity.key", "run.secret", "run.id"))
         addresses = json.loads((home / "addresses.json").read_text())
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 0
@@ -168,10 +180,57 @@ def test_commands_that_ask_a_coordinator_say_when_there_is_none(make_home: Calla
         assert run(*words)[0] == 2
 
 
+def test_commands_on_a_journal(make_home: Callable[[], Path], tmp_path: Path) -> None:
+    sound, damaged, empty = (CoordinatorHome.ensure(make_home()) for _ in range(3))
+    for home in (sound, damaged):
+        book = Book(home.journal, run_id=home.run_id)
+        book.world.start()
+        book.run(3)
+        book.journal.close()
+    data = bytearray(damaged.journal.read_bytes())
+    data[-100:] = b"\xff" * 100
+    damaged.journal.write_bytes(bytes(data))
+    copy = tmp_path / "copy.db"
+    code, out, err = run("replay", "--home", sound.path, "--until", "20")
+    assert (code, err) == (0, "")
+    assert all(words in out for words in ("state after fact 20", "they balance", "version 0"))
+    assert run("check", "--home", sound.path)[0] == 0
+    assert run("backup", copy, "--home", sound.path)[0] == 0
+    cases: list[tuple[list[str | Path], int, str]] = [
+        (["backup", copy, "--home", sound.path], 2, "never overwrites"),
+        (["replay", "--home", sound.path, "--until", "99999"], 2, "no fact 99999 yet"),
+        (["replay", "--home", sound.path, "--until", "soon"], 2, "neither a fact's number nor a time"),
+        (["check", "--home", damaged.path], 1, "put a backup in its place"),
+        (["backup", tmp_path / "other.db", "--home", damaged.path], 16, "damaged"),
+        (["check", "--home", empty.path], 1, "could not be read"),
+        (["replay", "--home", empty.path], 16, "could not be read"),
+        (["replay", "--home", make_home()], 13, "not a coordinator's home"),
+    ]
+    processes = [start(*words) for words, _, _ in cases]
+    for process, (_, code, words) in zip(processes, cases, strict=True):
+        checked(end_of(process), code, words)
+    assert not (tmp_path / "other.db").exists()
+
+
+def test_another_task_section_on_an_old_journal_ends_the_start(
+    make_home: Callable[[], Path], base: Path, tmp_path: Path
+) -> None:
+    home = CoordinatorHome.ensure(make_home())
+    pin = environment_digest(parse_run_file(run_content(base)).rules(home.run_id, load_tokenizer(base)).spec)
+    Journal(home.journal, run_id=home.run_id, environment=pin).close()
+    book = Book(home.journal, run_id=home.run_id)
+    book.world.start()
+    book.world.lease()
+    book.write()
+    book.journal.close()
+    other = write_run(tmp_path, base, task={"seed": 8})
+    checked(run("serve", other, "--home", home.path), 16, "its [task] section is not the one with which the run began")
+
+
 def test_help_names_every_command() -> None:
     code, out, _ = run("--help")
     assert code == 0
-    assert all(name in out for name in ("serve", "invite", "status", "demo"))
+    assert all(name in out for name in ("serve", "invite", "status", "demo", "replay", "backup", "check"))
     assert os.environ["HEXCOMB_HOME"] not in out
 
 

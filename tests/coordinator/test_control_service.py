@@ -1,27 +1,20 @@
 """The control plane under bad callers: each is refused as its own error, nothing changes, and honest work goes on."""
 
-import asyncio
 import dataclasses
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 
-from coordinator import grader as grader_module
 from coordinator.authority import Authority
 from coordinator.batches import batch_messages
 from coordinator.core.events import RolloutSubmitted, WorkRequested
-from coordinator.core.returns import MAX_TRIES
-from coordinator.grader import Grader
 from coordinator.hearsay import MAX_METRICS
-from coordinator.page_client import http_get
 from node.control import ControlClient
 from node.orders import RoundAborted
 from protocol.certificates import Leaf, anchor_pem, certificate_request, issue_leaf, new_leaf_key
 from protocol.errors import (
-    EngineError,
     HexcombError,
     JournalError,
     KeyRefusedError,
@@ -38,14 +31,14 @@ from protocol.errors import (
     WorkRefusedError,
 )
 from protocol.grpc_options import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
-from protocol.ids import Digest, LeaseId, PeerId, RoundId, TaskKey, Version
+from protocol.ids import Digest, LeaseId, PeerId, RoundId, Version
 from protocol.keys import Identity, peer_id_of
 from protocol.round import TrainSample
 from protocol.tls import channel_options
 from protocol.v1 import control_pb2
 from protocol.v1.control_pb2_grpc import ControlServiceStub
 from protocol.wire import rollout_message
-from tests.coordinator.office import DEADLINE_S, STOP_ID, Member, Office, typed
+from tests.coordinator.office import DEADLINE_S, STOP_ID, Office, typed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -181,142 +174,6 @@ async def test_a_lease_is_given_back_by_its_holder_once(office: Office) -> None:
         await rollout.control.return_lease(lease.lease_id, reason="a test")
     again = await rollout.lease(2)
     assert [work.slot for work in again.slots] == [work.slot for work in lease.slots]
-
-
-def without_prompts(patch: pytest.MonkeyPatch, *, index: int | None = None) -> None:
-    """The grader makes no prompt, or none of one task."""
-    prompts = Grader.prompts
-
-    async def make(self: Grader, keys: Sequence[TaskKey]) -> tuple[tuple[int, ...], ...]:
-        if keys and (index is None or index in [key.index for key in keys]):
-            raise EngineError("the prompts were not made", why="a test")
-        return await prompts(self, keys)
-
-    patch.setattr(grader_module, "REMEMBER_S", 0.0)
-    patch.setattr(Grader, "prompts", make)
-
-
-async def test_nobody_holds_slots_whose_prompts_could_not_be_made(
-    office: Office, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, rollout = await office.swarm()
-    with monkeypatch.context() as patch:
-        without_prompts(patch)
-        with pytest.raises(EngineError, match="the prompt cannot be made"):
-            await rollout.lease(2)
-    assert office.core.books().open == 0
-    assert [slot.num_tries for slot in office.core.state.groups[0].slots] == [1, 1]
-    assert len((await rollout.lease(2)).slots) == 2
-
-
-async def test_a_grader_that_is_away_speaks_against_no_slot(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, rollout = await office.swarm()
-
-    async def fail(self: Grader) -> None:
-        raise EngineError("the child does not start", why="a test")
-
-    with monkeypatch.context() as patch:
-        without_prompts(patch)
-        patch.setattr(Grader, "_ready", fail)
-        with pytest.raises(EngineError, match="does not start"):
-            await rollout.lease(2)
-    assert office.core.books().open == 0
-    assert [slot.num_tries for slot in office.core.state.groups[0].slots] == [0, 0]
-    assert office.core.state.nodes[rollout.identity.peer_id].failure == 0
-    assert len((await rollout.lease(2)).slots) == 2
-
-
-async def test_a_task_without_a_prompt_holds_up_no_other_and_ends_as_a_dead_letter(
-    office: Office, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, rollout = await office.swarm()
-    state = office.core.state
-    without_prompts(monkeypatch, index=0)
-    lease = await rollout.lease(4)
-    assert [work.slot.task.index for work in lease.slots] == [1, 1]
-    assert await rollout.outcome(lease, rollout.rollout(lease.slots[0].slot)) == "ACCEPTED"
-    assert lease.lease_id in state.leases
-    assert await rollout.outcome(lease, rollout.rollout(lease.slots[1].slot)) == "ACCEPTED"
-    assert lease.lease_id not in state.leases
-    assert [slot.num_tries for slot in state.groups[0].slots] == [1, 1]
-    for _ in range(MAX_TRIES - 1):
-        with pytest.raises(EngineError, match="the prompt cannot be made"):
-            await rollout.lease(2)
-    assert [(letter.slot.task.index, letter.slot.sample) for letter in state.dead_letters] == [(0, 0), (0, 1)]
-    assert "the prompt cannot be made" in state.dead_letters[0].reason
-    assert [work.slot.task.index for work in (await rollout.lease(2)).slots] == [2, 2]
-    status = json.loads(await http_get(office.coordinator.addresses["status"] + "api/v1/status"))
-    assert [letter["slot"] for letter in status["dead_letters"]] == [str(x.slot) for x in state.dead_letters]
-
-
-async def asking_in_vain(office: Office, rollout: Member, has_come: asyncio.Event, may_go: asyncio.Event) -> None:
-    """A wish for work whose node is gone when it has come so far; nobody holds anything in the end."""
-    version, root = office.head
-    call = rollout.control.stub.LeaseWork(control_pb2.LeaseWorkRequest(version=version, root=root, num_slots=2))
-    async with asyncio.timeout(DEADLINE_S):
-        await has_come.wait()
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    await office.until(lambda: office.core.state.claims["granted"] == 2)
-    may_go.set()
-    await office.until(lambda: office.core.state.claims["returned"] == 2)
-    assert office.core.books().open == 0
-    assert [slot.num_tries for slot in office.core.state.groups[0].slots] == [0, 0]
-
-
-async def test_a_node_that_is_gone_before_it_is_answered_holds_nothing(
-    office: Office, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, rollout = await office.swarm()
-    has_come, may_go, submit = asyncio.Event(), asyncio.Event(), Authority.submit
-
-    async def slow(self: Authority, event: Any, attachments: Any = ()) -> Any:
-        if not isinstance(event, WorkRequested):
-            return await submit(self, event, attachments)
-        decided = asyncio.ensure_future(submit(self, event, attachments))
-        has_come.set()
-        await may_go.wait()
-        return await decided
-
-    monkeypatch.setattr(Authority, "submit", slow)
-    await asking_in_vain(office, rollout, has_come, may_go)
-
-
-async def test_a_node_that_is_gone_before_its_prompts_are_made_holds_nothing(
-    office: Office, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, rollout = await office.swarm()
-    has_come, may_go, prompts = asyncio.Event(), asyncio.Event(), Grader.prompts
-
-    async def slow(self: Grader, keys: Sequence[TaskKey]) -> tuple[tuple[int, ...], ...]:
-        has_come.set()
-        await may_go.wait()
-        return await prompts(self, keys)
-
-    monkeypatch.setattr(Grader, "prompts", slow)
-    await asking_in_vain(office, rollout, has_come, may_go)
-
-
-async def test_the_status_says_why_a_node_gets_no_work_until_it_gets_some(office: Office) -> None:
-    trainer, rollout = await office.swarm()
-
-    async def refusal() -> Any:
-        status = json.loads(await http_get(office.coordinator.addresses["status"] + "api/v1/status"))
-        return next(n["refused"] for n in status["nodes"] if n["peer_id"] == rollout.identity.peer_id)
-
-    assert await refusal() is None
-    with pytest.raises(RootMismatchError):
-        await rollout.control.lease_work(version=Version(0), root=Digest("0" * 64), num_slots=1)
-    async with asyncio.timeout(DEADLINE_S):
-        while (said := await refusal()) is None:  # a report may be told for a moment
-            pass
-    assert (said["code"], "Fetch version 0" in said["sentence"]) == ("ROOT_MISMATCH", True)
-    assert abs(said["at_ms"] - office.clock()) < 60_000
-    await rollout.lease(1)
-    async with asyncio.timeout(DEADLINE_S):
-        while await refusal() is not None:
-            pass
 
 
 async def test_a_coordinator_that_stops_is_away_not_refusing(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:

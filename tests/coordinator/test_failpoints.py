@@ -89,12 +89,14 @@ def test_killed_at_any_moment(make_clients: Callable[..., Clients]) -> None:
 
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug])
 def test_planted_bugs_are_found(make_clients: Callable[..., Clients], bug: str) -> None:
-    clients = make_clients(bug=bug)
+    clients, chance = make_clients(bug=bug), random.Random(7)
+    name = "journal.before_commit" if bug == "answers before the commit" else "journal.after_commit"
+    plan = [f"{name}=kill@{chance.randint(2, 9)}" for _ in range(60)]
 
     def lives() -> None:
-        for count in (30, 4, 5, 6, 7, 8, 9, 10):
-            for name in ("journal.after_commit", "journal.before_commit"):
-                clients.live(f"{name}=kill@{count}", num_turns=10)
+        clients.live(num_turns=8)
+        for now, then in pairwise(plan):
+            clients.live(now, then=then, num_turns=10)
 
     with pytest.raises(AssertionError, match=r"lost|manifest|trained|gives another state|skipped"):
         lives()
@@ -143,7 +145,7 @@ def test_torn_files_of_a_dead_process_open(make_clients: Callable[..., Clients])
 
 def test_killed_in_a_migration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The older file is whole until the newer one is."""
-    from tests.coordinator.test_journal import old_journal
+    from tests.coordinator.test_journal_schema import old_journal
 
     path = old_journal(tmp_path)
     imports = "from pathlib import Path; from coordinator.journal import Journal"

@@ -179,7 +179,7 @@ async def test_too_many_readers_are_told_to_come_back_and_nodes_are_served(
 
 
 async def test_a_report_that_takes_long_is_told_for_a_moment() -> None:
-    now_s, num_made = 0.0, 0
+    now_s, took_s, num_made = 0.0, 0.0, 0
 
     class Report:
         def model_dump_json(self) -> str:
@@ -190,7 +190,8 @@ async def test_a_report_that_takes_long_is_told_for_a_moment() -> None:
 
     made: Any = Report
     rendered = http.Rendered(made, clock=lambda: now_s)
-    for took_s, kept_s in ((0.001, 0.01), (0.2, 0.5)):
+    for takes_s, kept_s in ((0.001, 0.01), (0.2, 0.5)):
+        took_s = takes_s
         first = rendered.body()
         now_s += kept_s * 0.9
         assert rendered.body() == first

@@ -30,14 +30,14 @@ class CountedWorld(World):
 
 
 class Account:
-    """The books of one history. `claims` are open leases, `accepted` what was acknowledged, `ends` where slots ended."""
+    """The books of one history. `claims` are open leases with their unfilled slots, `holders` their nodes, begin and
+    deadline; `accepted` is what was acknowledged, `ends` where slots ended."""
 
-    def __init__(self, world: World, spec: RunSpec) -> None:
-        self.world, self.spec = world, spec
-        self.max_lag = spec.max_lag if spec.mode == "async" else 0
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.groups: dict[int, list[SlotKey]] = {}
         self.claims: dict[LeaseId, set[SlotKey]] = {}
-        self.holders: dict[LeaseId, tuple[PeerId, int, int]] = {}  # node, granted, deadline
+        self.holders: dict[LeaseId, tuple[PeerId, int, int]] = {}
         self.accepted: dict[SlotKey, tuple[str, Digest]] = {}
         self.segments: dict[SlotKey, Tokens] = {}
         self.handed_in: dict[SlotKey, tuple[Tokens, Digest]] = {}
@@ -50,6 +50,16 @@ class Account:
         self.roots: dict[Version, Digest] = {}
         self.num_tokens = {"trained": 0, "masked": 0}
         self.num_read = 0
+
+    @property
+    def spec(self) -> RunSpec:
+        """The run's."""
+        return self.world.rules.spec
+
+    @property
+    def max_lag(self) -> int:
+        """The bound in force."""
+        return self.spec.max_lag if self.spec.mode == "async" else 0
 
     @property
     def head(self) -> int:

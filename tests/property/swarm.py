@@ -6,6 +6,7 @@ end, a curse that a healthy swarm must survive.
 """
 
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -16,7 +17,6 @@ from protocol.errors import HexcombError
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, Version
 from protocol.run import EnvironmentSpec
 from tests.coordinator.world import BASE, make_body, make_rules
-from tests.property.account import Account, CountedWorld
 from tests.property.nodes import CAPABILITY, NAMES, Nodes
 
 STRANGER = PeerId("nobody")
@@ -25,57 +25,52 @@ names = st.sampled_from(NAMES)
 digests = st.sampled_from([Digest("x"), Digest("x"), Digest("y")])
 shapes = st.sampled_from(["plain", "old", "both", "future", "backwards", "early", "anew"])
 ends = st.sampled_from(["commit", "open", "lie", "silence"])
-policies = st.sampled_from(["mask_tokens", "mask_tokens", "drop", "wait"])
-modes = st.sampled_from(["async", "async", "async", "sequential", "periodic"])
 
 
 class Swarm(Nodes):
     """Four nodes that come, go, lie and repeat themselves."""
 
+    kind: ClassVar[dict[str, object]] = {}
+    """What histories to play: words of `begin` that are pinned."""
+
     @initialize(
-        num_trainers=st.sampled_from([None, 2, 2]),
-        bad=names,
-        curse=st.sampled_from(CURSES),
-        policy=policies,
-        mode=modes,
-        max_lag=st.sampled_from([1, 1, 2, 0]),
-        has_dynamic_sampling=st.booleans(),
-        num_tasks=st.sampled_from([0, 3]),
+        drawn=st.fixed_dictionaries(
+            {
+                "num_trainers": st.sampled_from([None, 2, 2]),
+                "bad": names,
+                "curse": st.sampled_from(CURSES),
+                "policy": st.sampled_from(["mask_tokens", "mask_tokens", "drop", "wait"]),
+                "mode": st.sampled_from(["async", "async", "async", "sequential", "periodic"]),
+                "max_lag": st.sampled_from([1, 1, 2, 0]),
+                "has_dynamic_sampling": st.booleans(),
+                "num_tasks": st.sampled_from([0, 3]),
+            }
+        )
     )
-    def begin(
-        self,
-        num_trainers: int | None,
-        bad: str,
-        curse: str,
-        policy: str,
-        mode: str,
-        max_lag: int,
-        has_dynamic_sampling: bool,
-        num_tasks: int,
-    ) -> None:
+    def begin(self, drawn: dict[str, Any]) -> None:
+        """Three nodes, and the rules of this history."""
+        how = {**drawn, **self.kind}
         rules = make_rules(
-            max_lag=max_lag,
-            mode=mode,
-            staleness=policy,
-            dynamic_sampling=has_dynamic_sampling,
-            environment=EnvironmentSpec("sums", num_tasks=num_tasks),
+            max_lag=how["max_lag"],
+            mode=how["mode"],
+            staleness=how["policy"],
+            dynamic_sampling=how["has_dynamic_sampling"],
+            environment=EnvironmentSpec("sums", num_tasks=how["num_tasks"]),
             expected_nodes=3,
             settle_s=1.0,
             evaluate_every=2,
         )
-        self.bad, self.curse = bad, curse
-        self.world = CountedWorld(replace(rules, num_trainers=num_trainers))
-        self.book = Account(self.world, rules.spec)
+        self.bad, self.curse = how["bad"], how["curse"]
+        self.world.rules = self.world.core.rules = replace(rules, num_trainers=how["num_trainers"])
         self.world.do(events.BaseRegistered(BASE))
         for name in NAMES[:3]:
             self.world.join(name)
         self.world.see_all()
-        self.book.read()
+        self.account()
 
     @invariant()
     def account_holds(self) -> None:
-        if hasattr(self, "book"):
-            self.book.check()
+        self.book.check()
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.5, 8.0]), is_silent=st.booleans())
     def wait(self, seconds: float, is_silent: bool) -> None:
@@ -93,7 +88,7 @@ class Swarm(Nodes):
     def newcomer(self) -> None:
         if NAMES[3] not in self.world.core.state.nodes:
             self.world.join(NAMES[3], rate=500.0)
-            self.book.read()
+            self.account()
 
     @rule(name=names, num_slots=st.integers(0, 6), behind=st.integers(-1, 2))
     def ask_for_work(self, name: str, num_slots: int, behind: int) -> None:
@@ -170,6 +165,31 @@ class Swarm(Nodes):
             self.work_well(0, False, 2, "commit")
         self.score(8, 1.0)
 
+    @rule(name=names, is_asking=st.booleans())
+    def come_too_late(self, name: str, is_asking: bool) -> None:
+        """A node does what would have been right before the last versions came."""
+        self.beat()
+        grant, num_versions = None if is_asking else self.ask(name, 2), self.book.max_lag + 1
+        self.work_well(0, False, num_versions, "commit")
+        if is_asking:
+            self.beat()
+            self.ask(name, 2, num_versions)
+        for slot in grant.slots if grant else ():
+            self.submit(name, grant, slot, shape="old", digest=Digest("x"))
+
+    @rule(name=names, other=names, shape=shapes)
+    def move(self, name: str, other: str, shape: str) -> None:
+        """A node goes in the middle of its work, and another takes it up, or does not go on from there."""
+        self.beat()
+        grant = self.ask(name, 2)
+        if grant is None:
+            return
+        self.hand_in(name, grant, version=self.head, length=3)
+        self.attempt(events.LeaseReturned(PeerId(name), grant.lease_id, "its owner came home"))
+        after = self.ask(other, 6)
+        for slot in after.slots if after else ():
+            self.submit(other, after, slot, shape=shape, digest=Digest("x"))
+
     @rule(absent=names)
     def work_on(self, absent: str) -> None:
         """The same with a node that does nothing, and is lost at last; what was left unscored stays so."""
@@ -179,7 +199,7 @@ class Swarm(Nodes):
                 self.fill(name, late=1, is_spread=True)
         self.attest_all(absent=absent)
         self.world.tick(0.5)
-        self.book.read()
+        self.account()
 
     @precondition(lambda self: self.world.core.state.round is not None)
     @rule(step=st.sampled_from([0, 2, 1]), is_outsider=st.booleans())
@@ -198,9 +218,8 @@ class Swarm(Nodes):
     @rule(kind=st.integers(0, 7))
     def strange(self, kind: int) -> None:
         """Somebody who has no place in the run says something that a member might."""
-        slot = next(iter(self.grants), (None, None))[1]
-        key = slot.slots[0] if slot else None
-        lease_id = slot.lease_id if slot else LeaseId("none")
+        grant = self.grants[-1][1] if self.grants else None
+        key, lease_id = (grant.slots[0], grant.lease_id) if grant else (None, LeaseId("none"))
         root, round_ = self.book.roots[Version(self.head)], self.world.core.state.round
         round_id = round_.round_id if round_ else RoundId("0.0")
         presence = events.Presence(Version(self.head), root, (), "x:1", "x:2", "busy", 1.0, "test")
@@ -245,13 +264,13 @@ class Swarm(Nodes):
             return
         self.world.crash()
         self.book.crash()
-        self.book.read()
+        self.account()
 
     def teardown(self) -> None:
         """Whatever happened: three healthy nodes make the next version, though the fourth is absent, or alive and
         useless (takes work and never does it, never has the weights, lies about those it made), though some slots
         cannot be filled by anybody, or all rewards are equal."""
-        if not hasattr(self, "book"):
+        if not self.book.roots:
             return
         before, bad = self.head, self.bad
         self.newcomer()
@@ -282,4 +301,3 @@ class Swarm(Nodes):
         self.unscored.clear()
         absent = "" if self.curse in ("liar", "poison", "equal") else bad
         self.attest_all(liar=bad if self.curse == "liar" else "", absent=absent)
-

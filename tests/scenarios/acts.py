@@ -188,7 +188,8 @@ class WorkActs(SwarmActs):
             self.do_lease(name, "2")
             if isinstance(self.replies[-1], HexcombError):
                 return
-            mine = [word for (who, word), lease in self.claims.items() if who == name and lease == f"L{self.num_leases}"]
+            newest = f"L{self.num_leases}"
+            mine = [word for (who, word), lease in self.claims.items() if (who, lease) == (name, newest)]
             for word in mine:
                 self._submit(name, word, self._default(word))
                 self.do_score(f"{word}={reward}" if reward else word)
@@ -254,5 +255,3 @@ def _value(text: str) -> object:
         return float(text) if "." in text else int(text)
     except ValueError:
         return text
-
-

@@ -86,10 +86,10 @@ class Player(RoundActs):
                 self._same(getattr(last, "code", last), code)
             case "granted", (count,):
                 self._same(len(last.slots) if isinstance(last, Grant) else last, int(count))
-            case ("accepted" | "duplicate" | "too_old"), ():
+            case (("accepted" | "duplicate" | "too_old"), ()):
                 outcome = {"accepted": "ACCEPTED", "duplicate": "DUPLICATE", "too_old": "VERSION_TOO_OLD"}[what]
                 self._same({r.outcome if isinstance(r, Receipt) else r for r in self.replies}, {outcome})
-            case ("fact" | "effect" | "no"), kinds:
+            case (("fact" | "effect" | "no"), kinds):
                 found = {type(one).__name__ for one in [*self.new_facts, *self.new_effects]}
                 self._same({kind: kind in found for kind in kinds}, dict.fromkeys(kinds, what != "no"))
             case "nothing", ():

@@ -67,7 +67,7 @@ def of_reply(reply: Reply) -> Phrase | None:
             return None
 
 
-def of_fact(fact: f.Fact) -> Phrase:  # noqa: C901 - one case for each kind
+def of_fact(fact: f.Fact) -> Phrase:
     """One phrase for each kind of fact."""
     match fact:
         case f.RoleGiven():

@@ -21,6 +21,8 @@ from tests.scenarios import phrases
 OUTLINE = (f.RoleGiven, f.VersionCommitted, f.RoundSealed, f.RoundAborted, f.GroupDropped, f.SlotDropped, f.NodeLost)
 """What is told of a command that stands for many events."""
 
+NOTHING = Digest("")
+
 
 class StoryError(Exception):
     """A command that cannot be played, or an expectation that does not hold."""
@@ -28,11 +30,12 @@ class StoryError(Exception):
 
 @dataclass
 class Actor:
-    """A node of the story. `version` is what it has loaded; a stuck one loads nothing new; a silent one says nothing."""
+    """A node of the story. `version` and `root` are what it has loaded; a stuck one loads nothing new; a silent one
+    says nothing."""
 
     rate: float
     version: int = -1
-    root: Digest = Digest("")
+    root: Digest = NOTHING
     is_stuck: bool = False
     is_silent: bool = False
 
