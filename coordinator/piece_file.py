@@ -38,7 +38,7 @@ class PieceFile:
         while position + HEAD.size <= len(data):
             length, checksum = HEAD.unpack_from(data, position)
             frame = data[position + HEAD.size : position + HEAD.size + length]
-            if length > MAX_FRAME_BYTES or len(frame) < length or zlib.crc32(frame) != checksum:
+            if length > MAX_FRAME_BYTES or zlib.crc32(frame) != checksum:
                 break
             frames.append(frame)
             position += HEAD.size + length

@@ -95,10 +95,11 @@ class PieceStore:
         answer, state = Answer(), self._authority.core.state
         head = state.head.version if state.head else Version(-1)
         for message in progress:
-            answer.lease_ids.add(LeaseId(message.lease_id))
-            received = self._held(state, peer_id, message)
+            lease_id, slot = LeaseId(message.lease_id), message.slot
+            answer.lease_ids.add(lease_id)
+            received = self._held(state, peer_id, lease_id, slot)
             if received is None:
-                answer.unwanted.append(message.slot)
+                answer.unwanted.append(slot)
                 continue
             num_bytes = received.num_bytes
             try:
@@ -107,7 +108,7 @@ class PieceStore:
                 self._authority.refusals[refusal.code] += 1
                 continue
             if has_hole:
-                answer.gaps.append((message.slot, received.num_tokens))
+                answer.gaps.append((slot, received.num_tokens))
             if received.num_bytes > num_bytes:
                 self._note(received, received.frames[-1])
         return answer
@@ -139,9 +140,8 @@ class PieceStore:
         self._writer.shutdown()
         self._file.close()
 
-    def _held(self, state: State, peer_id: PeerId, message: control_pb2.SlotProgress) -> Received | None:
+    def _held(self, state: State, peer_id: PeerId, lease_id: LeaseId, slot: common_pb2.Slot) -> Received | None:
         """What is kept of the slot, if the caller holds it under that lease."""
-        slot, lease_id = message.slot, LeaseId(message.lease_id)
         task, sample = slot.task, slot.sample
         lease, group = state.leases.get(lease_id), state.groups.get(task.index)
         if lease is None or group is None or lease.peer_id != peer_id or not 0 <= sample < len(group.slots):
@@ -246,6 +246,8 @@ class PieceStore:
             try:
                 message = control_pb2.SlotProgress.FromString(frame)
             except DecodeError:  # of another release
+                continue
+            if not message.pieces:
                 continue
             key, lease_id, start = slot_key(message.slot), LeaseId(message.lease_id), message.pieces[0].start
             place = (key.task.index, key.sample)

@@ -68,7 +68,7 @@ class Received:
         if self.headless or not pieces:
             return False
         position, edge, signed_head = self.num_tokens, self.edge, self._head_of(peer_id)
-        newest = self.segments[-1][0] if self.segments else self.key.version
+        newest: int = self.segments[-1][0] if self.segments else self.key.version
         added, taken = list[tuple[Version, int]](), list[common_pb2.Piece]()
         has_hole = False
         for piece in pieces:
@@ -82,8 +82,8 @@ class Received:
             if piece.node != peer_id or not newest <= version <= head:
                 raise _malformed(self.key, "a piece is another node's, or of a version that it cannot have")
             edge = _edge_after(edge, signed_head, version, start, ids, logprobs)
-            position, newest = position + num_tokens, Version(version)
-            added.append((newest, num_tokens))
+            position, newest = position + num_tokens, version
+            added.append((Version(version), num_tokens))
             taken.append(piece)
         if position > spec.sampling.max_new_tokens:
             raise _malformed(self.key, f"it has more than {spec.sampling.max_new_tokens} tokens")

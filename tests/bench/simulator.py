@@ -78,12 +78,14 @@ class Swarm:
         num_leases: Callable[..., int] = wanted_outstanding,
         pause_s: float = 3.0,
         pieces_s: float = 3.0,
+        all_every: int = 5,
         seed: int = 0,
     ) -> None:
         self.rules = replace(rules, num_trainers=len(trainer_rates), expected_nodes=len(trainer_rates) + len(engines))
         self.core, self.clock = Core(self.rules), Clock()
         self.random = random.Random(seed)
         self.length_of, self.num_leases, self._pieces_s = length_of, num_leases, pieces_s
+        self._all_every = all_every
         self._reward_of = reward_of or (lambda slot: self.random.random())
         self.head = Version(-1)
         self.sampled: dict[SlotKey, Segments] = {}
@@ -151,6 +153,10 @@ class Swarm:
         self.sampled[slot] = segments
         self.waits_s.append(self.clock.now_s - self._granted_s.pop(slot))
 
+    def waiting_s(self) -> list[float]:
+        """For how long each slot has waited that was granted and is not filled."""
+        return [self.clock.now_s - granted_s for granted_s in self._granted_s.values()]
+
     def see(self, peer_id: PeerId, version: Version, *, trainer_endpoint: str = "") -> None:
         """A heartbeat."""
         root = self.core.state.roots.get(version, Digest(""))
@@ -185,9 +191,9 @@ class Swarm:
             member.beat()
 
     def _stream(self) -> None:
-        """Pieces. To keep the count of events low most name one slot of each lease; every tenth time all are named."""
+        """Pieces. To keep the count of events low most name one slot of each lease, and one in `all_every` all."""
         self._num_streams += 1
-        of_all = self._num_streams % 5 == 0
+        of_all = self._num_streams % self._all_every == 0
         progress = tuple(item for node in self.nodes.values() for item in node.pieces(of_all=of_all))
         if progress:
             self.tell(e.PiecesReceived(progress))

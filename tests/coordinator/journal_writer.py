@@ -57,30 +57,31 @@ def seal(version: Version, body: Body, previous: Digest | None, now_ms: int) -> 
 Append = Callable[[Journal, Sequence[Entry], State], None]
 
 
-def append_soundly(journal: Journal, entries: Sequence[Entry], state: State) -> None:
+def write(journal: Journal, entries: Sequence[Entry], state: State) -> None:
     """One transaction."""
-    Journal.append(journal, entries, state=state)
+    Journal.stage(journal, entries, state=state)
+    Journal.commit(journal, entries, state=state)
 
 
 def append_manifest_later(journal: Journal, entries: Sequence[Entry], state: State) -> None:
     """A new version's manifest in a second transaction."""
-    Journal.append(journal, [Entry(e.now_ms, e.facts, e.bodies) for e in entries], state=state)
+    write(journal, [Entry(e.now_ms, e.facts, e.bodies) for e in entries], state)
     late = [Entry(e.now_ms, (), (), e.manifests) for e in entries if e.manifests]
     if late:
-        Journal.append(journal, late, state=state)
+        write(journal, late, state)
 
 
 def append_too_late(journal: Journal, entries: Sequence[Entry], state: State) -> None:
     """The authority answers while the batch is still on its way to the disk."""
 
-    def write() -> None:
+    def write_late() -> None:
         time.sleep(0.02)
-        Journal.append(journal, entries, state=state)
+        write(journal, entries, state)
 
     before: threading.Thread | None = journal.__dict__.get("writing")
     if before is not None:
         before.join()
-    journal.__dict__["writing"] = threading.Thread(target=write)
+    journal.__dict__["writing"] = threading.Thread(target=write_late)
     journal.__dict__["writing"].start()
 
 
@@ -90,11 +91,10 @@ def append_without_versions(journal: Journal, entries: Sequence[Entry], state: S
         Entry(e.now_ms, tuple(f for f in e.facts if not isinstance(f, VersionCommitted) or f.version == 0), e.bodies)
         for e in entries
     ]
-    Journal.append(journal, kept, state=state)
+    write(journal, kept, state)
 
 
 BUGS: dict[str, Append] = {
-    "": append_soundly,
     "manifest in a second transaction": append_manifest_later,
     "answers before the commit": append_too_late,
     "versions are not journaled": append_without_versions,
@@ -106,8 +106,15 @@ class WrittenJournal(Journal):
 
     bug = ""
 
-    def append(self, entries: Sequence[Entry], *, state: State) -> None:
-        BUGS[self.bug](self, entries, state)
+    def stage(self, entries: Sequence[Entry], *, state: State) -> None:
+        if not self.bug:
+            super().stage(entries, state=state)
+
+    def commit(self, entries: Sequence[Entry], *, state: State) -> None:
+        if self.bug:
+            BUGS[self.bug](self, entries, state)
+        else:
+            super().commit(entries, state=state)
 
 
 async def serve(path: Path, *, bug: str, limit_bytes: int) -> None:

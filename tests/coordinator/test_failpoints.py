@@ -87,7 +87,7 @@ def test_killed_at_any_moment(make_clients: Callable[..., Clients]) -> None:
     assert len(clients.acknowledged) > 10
 
 
-@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug])
+@pytest.mark.parametrize("bug", list(BUGS))
 def test_planted_bugs_are_found(make_clients: Callable[..., Clients], bug: str) -> None:
     clients, chance = make_clients(bug=bug), random.Random(7)
     name = "journal.before_commit" if bug == "answers before the commit" else "journal.after_commit"

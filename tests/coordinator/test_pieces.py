@@ -170,7 +170,7 @@ def test_only_the_holder_under_the_open_lease_adds(desk: Desk) -> None:
         "another node": (A, OWL, SLOT),
         "a slot that waits": (A, FOX, replace(SLOT, sample=1)),
         "no such sample": (A, FOX, replace(SLOT, sample=2)),
-        "a negative sample": (A, FOX, replace(SLOT, sample=-1)),
+        "a sample from the end": (A, FOX, replace(SLOT, sample=-2)),
         "another version": (A, FOX, replace(SLOT, version=Version(2))),
         "another seed": (A, FOX, replace(SLOT, task=replace(TASK, seed=8))),
         "another environment": (A, FOX, replace(SLOT, task=replace(TASK, environment="x" * 1000))),
@@ -181,6 +181,9 @@ def test_only_the_holder_under_the_open_lease_adds(desk: Desk) -> None:
         assert answer.unwanted == [slot_message(slot)], name
         assert desk.store.num_bytes == 0, name
     assert desk.say(THREE[0]).unwanted == []
+    desk.state.groups[0].slots[0].status = "accepted"
+    assert desk.say(THREE[1]).unwanted == [slot_message(SLOT)]
+    desk.state.groups[0].slots[0].status = "leased"
     desk.state.leases.clear()
     assert desk.say(THREE[1]).unwanted == [slot_message(SLOT)]
 
@@ -252,6 +255,19 @@ async def test_a_slot_that_moved_is_read_back_as_it_goes_on(desk: Desk) -> None:
     await desk.store.tick()
     said = desk.told[0].progress[0]
     assert (said.peer_id, said.lease_id, said.edge) == (OWL.peer_id, B, edges_of(SLOT, (*THREE[:2], theirs))[-1])
+
+
+def test_what_does_not_follow_in_the_file_is_passed_over(desk: Desk) -> None:
+    desk.store.close()
+    file = PieceFile(desk.path)
+    other = piece(6, 30, version=3)
+    frames = [progress_of(THREE[0]), progress_of(THREE[2]), progress_of(THREE[1], lease=B), progress_of(THREE[1])]
+    file.append(frame.SerializeToString() for frame in (*frames, progress_of(other), control_pb2.SlotProgress()))
+    file.append([b"\xff\xff", progress_of(THREE[2]).SerializeToString()])
+    file.close()
+    desk.store = desk.open()
+    assert desk.starts == [0, 2, 5]
+    assert desk.say(other).gaps == []
 
 
 async def test_slots_that_no_longer_run_are_forgotten(desk: Desk) -> None:

@@ -81,21 +81,23 @@ async def parties() -> AsyncIterator[tuple[Party, Party]]:
         stack.callback(shutil.rmtree, folder)
         base = write_base(folder / "base")
         grader = Grader(SUMS, model_dir=base, run_dir=folder / "run", log_path=folder / "grader.log")
-        await stack.enter_async_context(grader)
-        offices = [await stack.enter_async_context(serving(grader, base, folder / name)) for name in "ab"]
-        entrances = [await office.until(office.coordinator._bootstraps) for office in offices]
-        first, second = offices
+        first, second, _ = await asyncio.gather(
+            stack.enter_async_context(serving(grader, base, folder / "a")),
+            stack.enter_async_context(serving(grader, base, folder / "b")),
+            stack.enter_async_context(grader),
+        )
+        entrances = [await office.until(office.coordinator._bootstraps) for office in (first, second)]
         await first.coordinator._directory.set_bootstraps(entrances[1])
         other_home = folder / "double"
         double = await first.join(role="rollout")
         other_home.mkdir(mode=0o700)
         shutil.copy(double.home.path / "identity.key", other_home)
         again = await join_with(second, Home.open(other_home))
-        found = [
-            await stack.enter_async_context(party(office, member, entrance))
-            for office, member, entrance in ((first, double, entrances[1]), (second, again, entrances[0]))
-        ]
-        yield found[0], found[1]
+        both = await asyncio.gather(
+            stack.enter_async_context(party(first, double, entrances[1])),
+            stack.enter_async_context(party(second, again, entrances[0])),
+        )
+        yield both[0], both[1]
 
 
 @contextlib.asynccontextmanager

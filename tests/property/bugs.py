@@ -1,7 +1,7 @@
 """Seeded bugs, by the invariant of the design ("What can never happen") that each of them breaks.
 
-`INVARIANTS` says of each which tests cover the part that is not the core's to decide. The machine in `swarm.py` must find
-every bug.
+`INVARIANTS` says of each which tests cover the part that is not the core's to decide. The machine in `swarm.py` must
+find every bug.
 """
 
 from collections.abc import Callable
@@ -85,10 +85,7 @@ def forget_batch(state: State, fact: Any, *, before: Callable[..., None] = apply
     state.batch = None
 
 
-def wait_for_ever(turn: Turn) -> bool:
-    """Under the policy `wait` there is no deadline."""
-    return turn.rules.spec.staleness == "wait" and rounds._has_old_slots(turn)
-
+POISON: dict[str, object] = {"curse": "poison", "max_lag": 0}
 
 INVARIANTS: dict[int, Invariant] = {
     1: Invariant(
@@ -97,6 +94,9 @@ INVARIANTS: dict[int, Invariant] = {
             "gate 3 lets old tokens through": Bug(shares, "is_fresh", always(True)),
             "gate 1 gives work to old weights": Bug(leases, "is_fresh", always(True)),
             "gate 2 takes rollouts that are too old": Bug(ledger, "is_fresh", always(True)),
+            "modes of lag 0 do not bind": Bug(
+                Turn, "max_lag", property(lambda turn: turn.rules.spec.max_lag), {"mode": "sequential", "max_lag": 2}
+            ),
             "a rollout is dropped by halves": Bug(
                 rounds, "num_live_tokens", count_parts, {"policy": "drop", "mode": "async"}
             ),
@@ -164,9 +164,8 @@ INVARIANTS: dict[int, Invariant] = {
             "equal rewards are filtered for ever": Bug(
                 returns, "_may_filter", always(True), {"curse": "equal", "has_dynamic_sampling": True}
             ),
-            "old slots are waited for without a deadline": Bug(
-                rounds, "must_wait", wait_for_ever, {"policy": "wait", "curse": "idler"}
-            ),
+            "leases never end": Bug(leases, "expire_leases", always(None), {"curse": "idler", "max_lag": 0}),
+            "work is kept for who may not have it": Bug(leases, "_room", always(10**9), POISON),
         },
         elsewhere="real processes that die, stop and lie: tests/network, the demo with --chaos",
     ),

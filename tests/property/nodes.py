@@ -6,7 +6,8 @@ from coordinator.core import events
 from coordinator.core.replies import Grant
 from coordinator.core.state import encode_state
 from protocol.errors import HexcombError
-from protocol.ids import Digest, LeaseId, PeerId, SlotKey, Version
+from protocol.ids import Digest, LeaseId, PeerId, RoundId, SlotKey, Version
+from protocol.manifest import Body
 from tests.property.account import Account, CountedWorld
 from tests.scenarios.tokens import Tokens, behind, edges, merged
 
@@ -175,8 +176,16 @@ class Nodes(RuleBasedStateMachine):
             assert round_ is not None
             if peer_id == absent:
                 continue
-            body = self.world.next_body(salt="lie" if peer_id == liar else "")
-            self.book.words.setdefault(round_.round_id, {})[peer_id] = body.digest
-            self.attempt(events.VersionAttested(peer_id, round_.round_id, body, {"loss": 1.0}))
+            self.speak(peer_id, round_.round_id, self.world.next_body(salt="lie" if peer_id == liar else ""))
             if self.world.core.state.round is not round_:
                 return
+
+    def speak(self, peer_id: PeerId, round_id: RoundId, body: Body) -> object:
+        """A node attests a body; a word that is refused was not given."""
+        words = self.book.words.setdefault(round_id, {})
+        before = dict(words)
+        words[peer_id] = body.digest
+        reply = self.attempt(events.VersionAttested(peer_id, round_id, body, {"loss": 1.0}))
+        if isinstance(reply, HexcombError):
+            self.book.words[round_id] = before
+        return reply

@@ -157,24 +157,29 @@ class Swarm(Nodes):
             self.hand_in(name, grant, version=self.head, length=2)
         if num_versions:
             self.work_well(0, False, num_versions, "commit")
-        for slot in grant.slots if grant else ():
-            began = max(slot.version, self.head - num_versions)
-            own = tuple((Version(v), 2) for v in range(began, self.head + 1))
-            self.hand_over(name, grant, slot, own)  # type: ignore[arg-type]
+        if grant is not None:
+            for slot in grant.slots:
+                began = max(slot.version, self.head - num_versions)
+                self.hand_over(name, grant, slot, tuple((Version(v), 2) for v in range(began, self.head + 1)))
         if delay:
             self.work_well(0, False, 2, "commit")
         self.score(8, 1.0)
 
     @rule(name=names, is_asking=st.booleans())
     def come_too_late(self, name: str, is_asking: bool) -> None:
-        """A node does what would have been right before the last versions came."""
+        """A node does what would have been right before the last versions came: it hands in, or it asks for more, while
+        slots of that time wait."""
         self.beat()
-        grant, num_versions = None if is_asking else self.ask(name, 2), self.book.max_lag + 1
+        grant, num_versions = self.ask(name, 2), self.book.max_lag + 1
         self.work_well(0, False, num_versions, "commit")
+        if grant is None:
+            return
         if is_asking:
+            self.attempt(events.LeaseReturned(PeerId(name), grant.lease_id))
             self.beat()
             self.ask(name, 2, num_versions)
-        for slot in grant.slots if grant else ():
+            return
+        for slot in grant.slots:
             self.submit(name, grant, slot, shape="old", digest=Digest("x"))
 
     @rule(name=names, other=names, shape=shapes)
@@ -187,8 +192,9 @@ class Swarm(Nodes):
         self.hand_in(name, grant, version=self.head, length=3)
         self.attempt(events.LeaseReturned(PeerId(name), grant.lease_id, "its owner came home"))
         after = self.ask(other, 6)
-        for slot in after.slots if after else ():
-            self.submit(other, after, slot, shape=shape, digest=Digest("x"))
+        if after is not None:
+            for slot in after.slots:
+                self.submit(other, after, slot, shape=shape, digest=Digest("x"))
 
     @rule(absent=names)
     def work_on(self, absent: str) -> None:
@@ -211,8 +217,7 @@ class Swarm(Nodes):
         body = make_body(self.head + step, parent=parent)
         outsiders = tuple(PeerId(name) for name in NAMES if PeerId(name) not in round_.peer_ids)
         for peer_id in outsiders if is_outsider else round_.peer_ids:
-            self.book.words.setdefault(round_.round_id, {})[peer_id] = body.digest
-            reply = self.attempt(events.VersionAttested(peer_id, round_.round_id, body, {}))
+            reply = self.speak(peer_id, round_.round_id, body)
             assert isinstance(reply, HexcombError) or step == 0, "a word on a version that cannot follow was taken"
 
     @rule(kind=st.integers(0, 7))
