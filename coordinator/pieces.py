@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from coordinator.authority import Authority
 from coordinator.core.events import PiecesReceived, SlotProgress
-from coordinator.core.state import State
+from coordinator.core.state import Prefix, State
 from coordinator.piece_file import PieceFile
 from coordinator.received import Received, edge_digest, prefix_in
 from protocol.errors import RolloutMalformedError
@@ -113,11 +113,6 @@ class PieceStore:
                 self._note(received, received.frames[-1])
         return answer
 
-    def hand_over(self, slot: SlotKey, lease_id: LeaseId, pieces: Iterable[common_pb2.Piece]) -> None:
-        """The slot goes on under this lease, after exactly these pieces."""
-        self._forget((slot.task.index, slot.sample))
-        self._begin(Received.of(slot, lease_id), pieces)
-
     async def run(self) -> None:
         """Until cancelled; what waits for the file is written then."""
         try:
@@ -154,14 +149,15 @@ class PieceStore:
         received = self._slots.get((key.index, sample))
         if received is not None and received.lease_id == lease_id:
             return received
-        before, slot_name, prefix = self._forget((key.index, sample)), group.key(sample), held.prefix
-        pieces = prefix_in(before.frames, slot_name, prefix) if before is not None and prefix is not None else []
-        return self._begin(Received.of(slot_name, lease_id, headless=prefix is not None and not pieces), pieces)
+        return self._begin(group.key(sample), lease_id, held.prefix)
 
-    def _begin(self, received: Received, pieces: Iterable[common_pb2.Piece]) -> Received:
-        """A slot under a new lease."""
-        key = received.key
-        self._slots[key.task.index, key.sample] = received
+    def _begin(self, slot: SlotKey, lease_id: LeaseId, prefix: Prefix | None) -> Received:
+        """A slot under a new lease, with what the core says that it goes on from."""
+        place = (slot.task.index, slot.sample)
+        before = self._forget(place)
+        pieces = prefix_in(before.frames, slot, prefix) if before is not None and prefix is not None else []
+        received = Received.of(slot, lease_id, headless=prefix is not None and not pieces)
+        self._slots[place] = received
         if pieces:
             self._note(received, received.adopt(pieces))
         return received

@@ -158,7 +158,7 @@ class WorkService:
         slots = [slot for slot in grant.slots if slot.task in prompts]
         if failures:
             self._withhold(grant, slots, f"the prompt cannot be made: {failures[0].sentence()}")
-        pieces = await self._prefixes(grant.lease_id, slots)
+        pieces = await self._prefixes(slots)
         return [
             control_pb2.SlotWork(
                 slot=slot_message(slot),
@@ -179,7 +179,7 @@ class WorkService:
         if not told:
             raise EngineError("the lease was taken back", why=reason, remedy="Ask again in a moment.")
 
-    async def _prefixes(self, lease_id: LeaseId, slots: Sequence[SlotKey]) -> dict[SlotKey, Pieces]:
+    async def _prefixes(self, slots: Sequence[SlotKey]) -> dict[SlotKey, Pieces]:
         """What moved slots go on from. One whose pieces are gone or do not hold starts anew."""
         office, state = self._office, self._office.authority.core.state
         held = [(slot, found.prefix) for slot in slots if (found := state.find(slot)) is not None]
@@ -188,8 +188,6 @@ class WorkService:
             return {}
         check = partial(self._check_prefixes, moved)
         found_pieces, lost = await asyncio.get_running_loop().run_in_executor(self._checker, check)
-        for slot, pieces in found_pieces.items():
-            office.pieces.hand_over(slot, lease_id, pieces)
         for slot, reason in lost.items():
             log.warning("a slot starts anew", slot=str(slot), why=reason)
             await office.authority.submit(PrefixLost(slot, printable(reason, MAX_REASON)))

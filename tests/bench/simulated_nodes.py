@@ -71,12 +71,11 @@ class Job:
 
 
 class Trainer:
-    """A node that trains; `busy_s` counts the time in which it computes gradients."""
+    """A node that trains."""
 
     def __init__(self, swarm: "Swarm", peer_id: PeerId, tokens_per_s: float, pause_s: float) -> None:
         self._swarm, self._peer_id, self._pause_s, self.tokens_per_s = swarm, peer_id, pause_s, tokens_per_s
         self._loaded = Version(-1)
-        self.busy_s = 0.0
 
     @property
     def capability(self) -> e.Capability:

@@ -30,11 +30,15 @@ TIMER_S = 1.0
 
 @dataclass(slots=True)
 class Consumed:
-    """What one round trained on. `num_over` counts live tokens over the bound, by this module's own books."""
+    """What one round trained on. `train_s` is what its slowest member takes, `busy_s` what all take together;
+    `num_running` slots were on nodes when it began. `num_over` counts live tokens over the bound, by this module's own
+    books."""
 
     version: Version
     sealed_s: float
     train_s: float = 0.0
+    busy_s: float = 0.0
+    num_running: int = 0
     num_slots: int = 0
     num_tokens: int = 0
     num_live: int = 0
@@ -218,11 +222,12 @@ class Swarm:
     def _begin_round(self, plan: x.SendPlan) -> None:
         """The members compute; when the slowest has its sums, all average and attest the same weights."""
         consumed = Consumed(plan.base_version, self.clock.now_s)
+        consumed.num_running = sum(node.num_outstanding for node in self.nodes.values())
         for member in plan.members:
             before = consumed.num_tokens
             self._count(plan.round_id, member.peer_id, consumed)
             train_s = (consumed.num_tokens - before) / self.trainers[member.peer_id].tokens_per_s
-            self.trainers[member.peer_id].busy_s += train_s
+            consumed.busy_s += train_s
             consumed.train_s = max(consumed.train_s, train_s)
         self.rounds.append(consumed)
         body = make_body(plan.base_version + 1, parent=plan.base_root)

@@ -210,18 +210,6 @@ def test_where_the_first_part_is_lost_the_rest_is_not_taken(desk: Desk) -> None:
     assert not desk.refusals
 
 
-def test_what_is_handed_over_is_what_goes_on(desk: Desk) -> None:
-    desk.say(*THREE)
-    prefix = prefix_of(*THREE[:2])
-    desk.move(prefix=prefix)
-    found = checked_prefix(desk.store.frames(SLOT), SLOT, prefix, spec=SPEC)
-    assert found == [piece_message(each) for each in THREE[:2]]
-    desk.store.hand_over(SLOT, B, found)
-    assert desk.starts == [0, 2]
-    assert desk.say(piece(5, 20, version=3, who=OWL), lease=B, who=OWL).gaps == []
-    assert desk.starts == [0, 2, 5]
-
-
 # What is kept
 
 
@@ -245,7 +233,6 @@ async def test_a_slot_that_moved_is_read_back_as_it_goes_on(desk: Desk) -> None:
     await desk.store.tick()
     prefix = prefix_of(*THREE[:2])
     desk.move(prefix=prefix)
-    desk.store.hand_over(SLOT, B, checked_prefix(desk.store.frames(SLOT), SLOT, prefix, spec=SPEC))
     theirs = piece(5, 20, version=3, who=OWL)
     desk.say(theirs, lease=B, who=OWL)
     await desk.store.tick()
