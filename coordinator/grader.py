@@ -7,7 +7,7 @@ a completion which kills the grader takes no other with it. Impure: a child proc
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ import structlog
 
 from coordinator import grading
 from protocol.child import ChildProcess
-from protocol.errors import HexcombError, UnreachableError
+from protocol.errors import EngineError, HexcombError, UnreachableError
 from protocol.ids import TaskKey
 from protocol.run import EnvironmentSpec
 
@@ -35,6 +35,7 @@ REMEMBER_S = 10.0
 PromptIds = tuple[int, ...]
 Pair = tuple[TaskKey, PromptIds]
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -65,7 +66,7 @@ class Grader:
         self._making: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "Grader":
-        await self._ready()
+        await _once_more(self._ready)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -122,7 +123,7 @@ class Grader:
 
     async def held_out(self, limit: int) -> list[Pair]:
         """At most `limit` held-out tasks with their prompts. Raises as `prompts` does."""
-        made = await self._ask(grading.HeldOut(limit), grading.Prompts)
+        made = await _once_more(lambda: self._ask(grading.HeldOut(limit), grading.Prompts))
         return [(TaskKey(*task), ids) for task, ids in zip(made.tasks, made.prompt_ids, strict=True)]
 
     async def scores(self, pairs: Sequence[Pair]) -> tuple[float | None, ...]:
@@ -169,3 +170,12 @@ class Grader:
             await child.terminate(deadline_s=STOP_DEADLINE_S)
             raise
         return child
+
+
+async def _once_more(ask: Callable[[], Awaitable[T]]) -> T:
+    """Asks again where the child was lost: what needs an answer when the coordinator starts must not hang on one."""
+    try:
+        return await ask()
+    except (EngineError, UnreachableError) as error:
+        log.error("the grader was lost, asking once more", why=error.sentence())
+        return await ask()

@@ -27,8 +27,8 @@ class Section(BaseModel):
 
 
 class TaskSection(Section):
-    """`[task]`: the environment and its parameters. With `num_tasks` the sequence of tasks repeats itself after so many,
-    and the coordinator remembers how long each one's completions were."""
+    """`[task]`: the environment and its parameters. With `num_tasks` the sequence of tasks repeats itself after so
+    many, and the coordinator remembers how long each one's completions were."""
 
     environment: str
     params: dict[str, int | float | str | bool] = {}

@@ -131,7 +131,7 @@ class WorkService:
             return
         lease = self._office.authority.core.state.leases.get(lease_id)
         if lease is not None and withheld.places.issuperset(lease.slots):
-            await self._give_back(peer_id, lease_id, withheld.reason, is_fault=True)
+            await self._give_back(peer_id, lease_id, withheld.reason, is_try=True)
         if lease_id not in self._office.authority.core.state.leases:
             self._withheld.pop(lease_id, None)
 
@@ -216,20 +216,22 @@ class WorkService:
         try:
             yield
         except asyncio.CancelledError:
-            self._send(self._give_back(peer_id, lease_id, NOT_AWAITED, is_fault=False))
+            self._send(self._give_back(peer_id, lease_id, NOT_AWAITED))
             raise
         except HexcombError as error:
-            is_fault = self._withheld.pop(lease_id, None) is not None
-            await asyncio.shield(self._send(self._give_back(peer_id, lease_id, error.sentence(), is_fault=is_fault)))
+            is_try = self._withheld.pop(lease_id, None) is not None
+            await asyncio.shield(self._send(self._give_back(peer_id, lease_id, error.sentence(), is_try=is_try)))
             raise
 
     async def _give_back_when_granted(self, peer_id: PeerId, asking: asyncio.Future[Grant]) -> None:
         with contextlib.suppress(WorkRefusedError):
-            await self._give_back(peer_id, (await asking).lease_id, NOT_AWAITED, is_fault=False)
+            await self._give_back(peer_id, (await asking).lease_id, NOT_AWAITED)
 
-    async def _give_back(self, peer_id: PeerId, lease_id: LeaseId, reason: str, *, is_fault: bool) -> None:
+    async def _give_back(
+        self, peer_id: PeerId, lease_id: LeaseId, reason: str, *, is_fault: bool = False, is_try: bool = False
+    ) -> None:
         with contextlib.suppress(LeaseUnknownError):  # it is over already
-            event = LeaseReturned(peer_id, lease_id, printable(reason, MAX_REASON), is_fault)
+            event = LeaseReturned(peer_id, lease_id, printable(reason, MAX_REASON), is_fault, is_try)
             await self._office.authority.submit(event)
 
     def _send(self, errand: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

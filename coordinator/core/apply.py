@@ -170,10 +170,11 @@ def _close(state: State, fact: f.LeaseClosed) -> None:
     for place in list(lease.slots):
         _end_claim(state, fact.lease_id, place, how=fact.how)
         _wait_again(state, place)
+        slot = state.groups[place[0]].slots[place[1]]
+        slot.num_tries += fact.is_fault or fact.is_try
         if fact.is_fault:
             node.failure += FAILURE_ALPHA * (1 - node.failure)
-            slot = state.groups[place[0]].slots[place[1]]
-            slot.num_tries, slot.failed_by = slot.num_tries + 1, lease.peer_id
+            slot.failed_by = lease.peer_id
     del state.leases[fact.lease_id]
 
 

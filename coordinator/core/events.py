@@ -109,12 +109,14 @@ class WorkRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReturned:
-    """A node gives the unfilled slots of a lease back. `is_fault`: it tried and could not fill them."""
+    """A node gives the unfilled slots of a lease back. `is_fault`: it tried and could not fill them. `is_try`: nobody
+    could have filled them, which counts against them, and not against the node."""
 
     peer_id: PeerId
     lease_id: LeaseId
     reason: str = ""
     is_fault: bool = False
+    is_try: bool = False
 
 
 @dataclass(frozen=True, slots=True)

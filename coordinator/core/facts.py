@@ -139,12 +139,13 @@ class LeaseExtended:
 @dataclass(frozen=True, slots=True)
 class LeaseClosed:
     """A lease ended; its unfilled slots wait for another node. A lost node's leases count as expired. `is_fault` says
-    whether that speaks against the node and counts as a try of its slots."""
+    whether that speaks against the node and counts as a try of its slots, `is_try` that it counts as a try alone."""
 
     lease_id: LeaseId
     how: LeaseEnd
     reason: str = ""
     is_fault: bool = False
+    is_try: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def return_lease(turn: Turn, event: LeaseReturned) -> None:
     lease = turn.state.leases.get(event.lease_id)
     if lease is None or lease.peer_id != event.peer_id:
         raise unknown_lease(event.lease_id)
-    close_lease(turn, event.lease_id, "returned", reason=event.reason, is_fault=event.is_fault)
+    close_lease(turn, event.lease_id, "returned", reason=event.reason, is_fault=event.is_fault, is_try=event.is_try)
 
 
 def expire_leases(turn: Turn) -> None:

@@ -37,15 +37,17 @@ MAX_FILTERED_BATCHES = 32
 so that a run whose rewards are all equal goes on."""
 
 
-def close_lease(turn: Turn, lease_id: LeaseId, how: LeaseEnd, *, reason: str, is_fault: bool) -> None:
+def close_lease(
+    turn: Turn, lease_id: LeaseId, how: LeaseEnd, *, reason: str, is_fault: bool, is_try: bool = False
+) -> None:
     """Takes back what is unfilled of a lease."""
     places = list(turn.state.leases[lease_id].slots)
-    turn.emit(LeaseClosed(lease_id, how, reason, is_fault))
+    turn.emit(LeaseClosed(lease_id, how, reason, is_fault, is_try))
     for place in places:
         _keep_prefix(turn, place)
         group = turn.state.groups[place[0]]
         if group.slots[place[1]].num_tries >= MAX_TRIES:
-            turn.emit(SlotFailed(group.key(place[1]), f"{MAX_TRIES} nodes failed to fill it; the last: {reason}"))
+            turn.emit(SlotFailed(group.key(place[1]), f"it was tried {MAX_TRIES} times; the last: {reason}"))
             settle(turn, place[0])
 
 

@@ -1,4 +1,4 @@
-"""`make bench-coordinator`: every figure of the coordinator in one table; ends with status 1 if one misses its threshold.
+"""`make bench-coordinator`: all figures of the coordinator in one table; status 1 if one misses its threshold.
 
 Each part is a process of its own, so that what one leaves behind is not measured by the next.
 """

@@ -1,4 +1,4 @@
-"""The one table that every bench prints: what was measured, against what, and whether that is enough. Pure but for printing.
+"""The one table that every bench prints: what was measured, against what, and whether it is enough. Prints.
 
 A figure that came out of a simulation says so; a bench whose table misses a threshold ends with status 1.
 """

@@ -169,6 +169,18 @@ async def test_prompts_that_kill_or_freeze_the_child_are_errors_and_the_next_one
     assert prompt[-1] == 12
 
 
+async def test_a_child_lost_while_the_coordinator_starts_is_asked_once_more(toy: ToyGrader) -> None:
+    before = toy.pid
+    os.kill(before, signal.SIGSTOP)
+    asking = asyncio.create_task(toy.held_out(3))
+    await asyncio.sleep(0)  # it has asked
+    os.kill(before, signal.SIGKILL)
+    assert [key.index for key, _ in await asking] == [0, 1, 2]
+    assert toy.pid != before
+    with pytest.raises(EngineError):
+        await toy.held_out(14)  # the last of them ends the child, however often it is asked
+
+
 async def test_a_child_that_cannot_start_leaves_rewards_missing(toy: ToyGrader) -> None:
     os.kill(toy.pid, signal.SIGKILL)
     toy._worker = "tests.coordinator.no_such_module"

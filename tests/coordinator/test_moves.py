@@ -176,3 +176,11 @@ def test_alone_it_gets_it_again(world: World) -> None:
     first = world.lease("r0", 1)
     world.do(e.LeaseReturned(PeerId("r0"), first.lease_id, "the engine failed", is_fault=True))
     assert first.slots[0] in world.lease("r0", 1).slots
+
+
+def test_a_slot_that_nobody_could_fill_ends_without_blame(world: World) -> None:
+    for _ in range(returns.MAX_TRIES):
+        grant = world.lease("r0", 1)
+        world.do(e.LeaseReturned(PeerId("r0"), grant.lease_id, "the prompt cannot be made", is_try=True))
+    assert [letter.slot for letter in world.core.state.dead_letters] == [grant.slots[0]]
+    assert world.core.state.nodes[PeerId("r0")].failure == 0

@@ -1,9 +1,9 @@
-"""What becomes of tokens over the bound: masked, dropped with their rollouts, or waited for; and of groups without variance."""
+"""What becomes of tokens over the bound (masked, dropped, waited for), and of groups without variance."""
 
 import pytest
 
-from coordinator.core import returns
 from coordinator.core import facts as f
+from coordinator.core import returns
 from coordinator.core.effects import CancelSlots
 from coordinator.core.events import PiecesReceived, SlotProgress
 from coordinator.core.replies import Grant

@@ -271,6 +271,8 @@ def main() -> int:
             for trouble in (*soak.ledger.unbalanced, *soak.ledger.ended, *soak.ledger.orphans):
                 view.say(f"TROUBLE {trouble}")
             passed = print_table(table)
+        except KeyboardInterrupt:
+            view.say("interrupted, no verdict")
         finally:
             sweep(mark)
             if passed and options.keep is None:
