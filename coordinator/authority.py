@@ -84,11 +84,17 @@ class Authority:
         """The core's answers to several events, in order; a refusal is one of them. Raises `JournalError` if the
         authority has ended."""
         answers = [await self._queue(event, attachments) for event, attachments in wishes]
-        results = list[Reply | HexcombError]()
-        for result in await asyncio.gather(*answers, return_exceptions=True):
-            if isinstance(result, JournalError) or not isinstance(result, HexcombError | Reply):
-                raise result
-            results.append(result)
+        results, ends = list[Reply | HexcombError](), list[BaseException]()
+        if answers:
+            await asyncio.wait(answers)
+        for answer in answers:
+            error = answer.exception()
+            if error is not None and (isinstance(error, JournalError) or not isinstance(error, HexcombError)):
+                ends.append(error)
+            else:
+                results.append(answer.result() if error is None else error)
+        if ends:
+            raise ends[0]
         return results
 
     async def _queue(self, event: e.Event, attachments: Attachments) -> "asyncio.Future[Reply]":

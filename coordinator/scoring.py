@@ -10,8 +10,7 @@ from coordinator.authority import Authority
 from coordinator.core.events import RolloutScored
 from coordinator.grader import Grader
 from protocol.ids import SlotKey
-from protocol.v1 import control_pb2
-from protocol.wire import rollout_of
+from protocol.wire import completion_in
 
 MAX_WAITING = 65_536
 MAX_BATCH = 64
@@ -35,8 +34,7 @@ class Scoring:
             while len(slots) < MAX_BATCH and not self._waiting.empty():
                 slots.append(self._waiting.get_nowait())
             bodies = await self._authority.rollout_bodies(slots)
-            rollouts = [rollout_of(control_pb2.Rollout.FromString(body)) for body in bodies]
-            pairs = [(rollout.slot.task, rollout.token_ids) for rollout in rollouts]
+            pairs = [(slot.task, completion_in(body)) for slot, body in zip(slots, bodies, strict=True)]
             rewards = await self._grader.scores(pairs)
             events = [RolloutScored(slot, reward) for slot, reward in zip(slots, rewards, strict=True)]
             await self._authority.submit_all([(event, ()) for event in events])

@@ -6,6 +6,7 @@ message, or one key carry two names); a signature fits exactly one kind of state
 payload.
 """
 
+import functools
 import hashlib
 import re
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ SEED_BYTES = PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 RUN_ID_BYTES = 16
 DOMAIN = b"hexcomb/v1/"
+NUM_KEPT_KEYS = 16_384
+"""Keys whose checks are remembered: a node signs many messages."""
 
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")  # identity multihash of a libp2p PublicKey{Ed25519, 32 bytes}
 _LIBP2P_PRIVATE_PREFIX = bytes.fromhex("08011240")  # libp2p PrivateKey{Ed25519, 64 bytes}
@@ -98,6 +101,11 @@ def statement(*, kind: str, run_id: RunId) -> bytes:
 
     Raises `ValueError` if `kind` or `run_id` is malformed, which is a fault of the caller.
     """
+    return _statement(kind, run_id)
+
+
+@functools.lru_cache(64)
+def _statement(kind: str, run_id: RunId) -> bytes:
     if not _KIND.fullmatch(kind):
         raise ValueError(f"a kind is 1 to 32 of a-z, 0-9 and '-', not {kind!r}")
     return DOMAIN + kind.encode("ascii") + b"\0" + run_id_bytes(run_id)
@@ -120,6 +128,11 @@ def peer_id_of(public_key: bytes) -> PeerId:
 def public_key_of(peer_id: PeerId) -> bytes:
     """The checked public key inside a peer id. Raises `KeyRefusedError` on anything that is not exactly
     one."""
+    return _public_key_of(peer_id)
+
+
+@functools.lru_cache(NUM_KEPT_KEYS)
+def _public_key_of(peer_id: PeerId) -> bytes:
     raw = _base58_decode(peer_id)
     size = len(_PEER_ID_PREFIX) + PUBLIC_KEY_BYTES
     if raw is None or len(raw) != size or not raw.startswith(_PEER_ID_PREFIX):
@@ -146,6 +159,11 @@ def check_public_key(raw: bytes) -> None:
 
 def checked_public_key(raw: bytes) -> Ed25519PublicKey:
     """The library's key object, made only after `check_public_key`."""
+    return _checked_public_key(raw)
+
+
+@functools.lru_cache(NUM_KEPT_KEYS)
+def _checked_public_key(raw: bytes) -> Ed25519PublicKey:
     check_public_key(raw)
     return Ed25519PublicKey.from_public_bytes(raw)
 

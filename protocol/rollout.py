@@ -54,11 +54,15 @@ class Rollout:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The completion."""
+        if len(self.pieces) == 1:
+            return self.pieces[0].token_ids
         return tuple(chain.from_iterable(piece.token_ids for piece in self.pieces))
 
     @property
     def logprobs(self) -> tuple[float, ...]:
         """The sampler's log-probability of each token of the completion."""
+        if len(self.pieces) == 1:
+            return self.pieces[0].logprobs
         return tuple(chain.from_iterable(piece.logprobs for piece in self.pieces))
 
     @property

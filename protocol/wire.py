@@ -90,6 +90,12 @@ def rollout_of(message: control_pb2.Rollout) -> Rollout:
     return Rollout(slot, tuple(piece_of(piece) for piece in message.pieces), reasons[message.finish_reason])
 
 
+def completion_in(data: bytes) -> tuple[int, ...]:
+    """The token ids of a serialized rollout that was read before."""
+    pieces = control_pb2.Rollout.FromString(data).pieces
+    return unpack_ids(b"".join(piece.token_ids for piece in pieces))
+
+
 def sample_message(sample: TrainSample) -> control_pb2.TrainSample:
     """A slot of a batch for the wire."""
     return control_pb2.TrainSample(

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.core import events as e
@@ -108,7 +109,7 @@ class RolloutNode:
         self._loaded, self._is_paused = Version(-1), False
         self._num_asked = self._num_no_work = self._wake_id = 0
         self._no_work_until_s = 0.0
-        self.busy_s = self.seat_s = 0.0
+        self.busy_s = self.seat_s = self.num_sampled = 0.0
         self.num_tokens = self.num_filled = self.num_finished = self.num_lost = self.num_granted = 0
 
     @property
@@ -171,7 +172,7 @@ class RolloutNode:
         self._wake_id += 1
         if self._running and not self._is_paused:
             left_s = (self._running[0][0] - self._progress) * self.engine.step_s(len(self._running))
-            self._swarm.clock.after(max(0.0, left_s), lambda wake_id=self._wake_id: self._wake_if(wake_id))
+            self._swarm.clock.after(max(0.0, left_s), partial(self._wake_if, self._wake_id))
 
     def _wake_if(self, wake_id: int) -> None:
         if wake_id == self._wake_id:
@@ -220,6 +221,7 @@ class RolloutNode:
     def _finish(self, job: Job) -> None:
         half_s = self.engine.rtt_s / 2
         self.num_finished += 1
+        self.num_sampled += job.end - job.start
         if not job.is_lost:
             segments = self._segments(job, job.end)
             self._swarm.clock.after(half_s, lambda: self._hand_in(job, segments))

@@ -141,12 +141,12 @@ def ideal_synchronous_s() -> float:
     for update in range(UPDATES):
         lengths = [length_of(_slot(update * SLOTS + place)) for place in range(SLOTS)]
         part = SLOTS // NUM_WORKERS
-        generate_s = max(_decode_s(engine, lengths[i : i + part]) for i in range(0, SLOTS, part))
+        generate_s = max(decode_s(engine, lengths[i : i + part]) for i in range(0, SLOTS, part))
         total_s += generate_s + sum(lengths) / (NUM_WORKERS * TRAIN_TOKENS_PER_S) + PAUSE_S
     return total_s
 
 
-def _decode_s(engine: Engine, lengths: Sequence[int]) -> float:
+def decode_s(engine: Engine, lengths: Sequence[int]) -> float:
     """Seconds until the last of some samples that begin together is done."""
     running, done, took_s = list(lengths), 0, 0.0
     heapq.heapify(running)

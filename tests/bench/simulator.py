@@ -167,6 +167,10 @@ class Swarm:
         presence = e.Presence(version, root, (version,), f"{peer_id}:2", trainer_endpoint, "busy", 1.0, "simulated")
         self.tell(e.NodeSeen(peer_id, presence))
 
+    @property
+    def _members(self) -> list["Trainer | RolloutNode"]:
+        return [*self.trainers.values(), *self.nodes.values()]
+
     def _start(self) -> None:
         self.tell(e.BaseRegistered(BASE))
         seats = [(peer, "trainer", one.capability) for peer, one in self.trainers.items()]
@@ -191,7 +195,7 @@ class Swarm:
         self.clock.after(every_s, again)
 
     def _beat(self) -> None:
-        for member in (*self.trainers.values(), *self.nodes.values()):
+        for member in self._members:
             member.beat()
 
     def _stream(self) -> None:
@@ -210,7 +214,7 @@ class Swarm:
                 self._begin_round(effect)
             case x.AnnounceVersion(version):
                 self.head = version
-                for member in (*self.trainers.values(), *self.nodes.values()):
+                for member in self._members:
                     member.on_version()
             case x.CancelLeases(peer_id, lease_ids) if peer_id in self.nodes:
                 self.nodes[peer_id].cancel(lambda job: job.lease_id in lease_ids)

@@ -1,43 +1,40 @@
 """What every rollout engine owes its caller, asked of both; the reference is transformers, one sample at a time."""
 
 import asyncio
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.rollout.engine import Chunk, Engine, Sample, SampleRequest, Segment
-from node.rollout.noise import gumbel
-from node.rollout.selection import make_engine
+from node.rollout.engine import Chunk, Engine, Sample, Segment
 from protocol.errors import EngineError
 from protocol.ids import Version
+from tests.engine.checks import (
+    EVENT_DEADLINE_S,
+    KINDS,
+    MAX_LEN,
+    NEAR_TIE,
+    TOLERANCE,
+    assert_same,
+    check_chunks,
+    check_swap,
+    collect,
+    collect_parts,
+    new_engine,
+    race_margins,
+    some_requests,
+)
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # raised while vllm is imported
 ]
-
-KINDS = ["transformers", "vllm"]
-MAX_LEN = 400
-TOLERANCE = 1e-4  # of a log-probability, in float32
-NEAR_TIE = 1e-3  # two tokens closer than this in their race may come out either way
-EVENT_DEADLINE_S = 20.0
-OWNER_DEADLINE_S = 90.0
-
-
-def new_engine(kind: Any) -> Engine:
-    return make_engine(kind, max_num_seqs=16, max_model_len=MAX_LEN)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
@@ -55,72 +52,6 @@ async def engine(running: Engine, tied_model: Any) -> Engine:
     if running.version != 0:
         await running.load(Version(0), tied_model.files["A"])
     return running
-
-
-def some_requests(num: int, *, length: int, **changes: Any) -> list[SampleRequest]:
-    """Prompts of 3 to 23 tokens; the first eight of them are also asked for a second sample."""
-    prompts = [tuple((i * 31 + j * j * 7 + j) % 128 for j in range(3 + i % 21)) for i in range(num)]
-    return [
-        replace(SampleRequest(f"r{i}", prompts[i % 8 if i % 16 > 7 else i], length, seed=i * 7919 - 40), **changes)
-        for i in range(num)
-    ]
-
-
-async def collect(engine: Engine, requests: Sequence[SampleRequest]) -> dict[str, Sample]:
-    return (await collect_parts(engine, requests, chunk_tokens=0))[1]
-
-
-async def collect_parts(
-    engine: Engine, requests: Sequence[SampleRequest], *, chunk_tokens: int, chunk_s: float = 1000.0
-) -> tuple[dict[str, list[Chunk]], dict[str, Sample]]:
-    """The chunks and the sample of each request; a chunk after its sample fails."""
-    chunks: dict[str, list[Chunk]] = {request.key: [] for request in requests}
-    samples: dict[str, Sample] = {}
-    async with asyncio.timeout(60):
-        async for part in engine.generate(requests, chunk_tokens=chunk_tokens, chunk_s=chunk_s):
-            assert part.key not in samples
-            if isinstance(part, Chunk):
-                chunks[part.key].append(part)
-            else:
-                samples[part.key] = part
-    return chunks, samples
-
-
-def check_chunks(request: SampleRequest, chunks: Sequence[Chunk], sample: Sample, *, chunk_tokens: int) -> int:
-    """The chunks are the sample's first tokens, without a hole, each of one version; how many tokens they hold."""
-    versions = [segment.version for segment in sample.segments for _ in range(segment.num_tokens)]
-    position = 0
-    for chunk in chunks:
-        num = len(chunk.token_ids)
-        assert chunk.start == request.first_position + position
-        assert 1 <= num <= chunk_tokens
-        assert chunk.token_ids == sample.token_ids[position : position + num]
-        assert chunk.logprobs == sample.logprobs[position : position + num]
-        assert [chunk.version] * num == versions[position : position + num]
-        position += num
-    return position
-
-
-def assert_same(model: Any, request: SampleRequest, found: Sequence[int], expected: Sequence[int]) -> None:
-    """Equal tokens, or equal up to a near tie, after which two samples may go their own ways."""
-    pairs = enumerate(zip(found, expected, strict=True))
-    fork = next((i for i, (one, other) in pairs if one != other), None)
-    if fork is not None:
-        assert race_margins(model, "A", request, found[: fork + 1])[fork] < NEAR_TIE
-        assert race_margins(model, "A", request, expected[: fork + 1])[fork] < NEAR_TIE
-
-
-def race_margins(model: Any, which: str, request: SampleRequest, ids: Sequence[int]) -> torch.Tensor:
-    """By how much each token missed being the winner of its race, under the weights `which`; 0 where it won."""
-    num_prompt, positions = len(request.prompt_ids), range(request.first_position, request.first_position + len(ids))
-    with torch.inference_mode():
-        logits_TV = model.references[which](input_ids=torch.tensor([[*request.prompt_ids, *ids]])).logits[0]
-    race_TV = logits_TV[num_prompt - 1 : -1]
-    if request.temperature:
-        noise_TV = torch.from_numpy(gumbel([request.seed] * len(ids), positions, vocab_size=128))
-        race_TV = race_TV / request.temperature + noise_TV
-    margins_T: torch.Tensor = race_TV.max(-1).values - race_TV.gather(1, torch.tensor(ids)[:, None])[:, 0]
-    return margins_T
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
@@ -254,40 +185,6 @@ async def test_chunks_leave_by_time_too(engine: Engine) -> None:
     assert check_chunks(request, chunks[request.key], samples[request.key], chunk_tokens=1000) > 1
 
 
-async def check_swap(engine: Engine, model: Any) -> None:
-    """Swaps A for B when a short sample ends; the long ones must be A up to the edge and B after it."""
-    short, *longs = some_requests(6, length=150)
-    samples: dict[str, Sample] = {}
-    chunks: list[Chunk] = []
-    async for part in engine.generate([replace(short, max_new_tokens=20), *longs], chunk_tokens=7):
-        if isinstance(part, Chunk):
-            chunks.append(part)
-            continue
-        samples[part.key] = part
-        if part.key == short.key:
-            await engine.load(Version(1), model.files["B"])
-    assert engine.version == 1
-    for request in longs:
-        sample = samples[request.key]
-        own = [chunk for chunk in chunks if chunk.key == request.key]
-        check_chunks(request, own, sample, chunk_tokens=7)
-        assert {chunk.version for chunk in own} == {0, 1}
-        (before, after) = sample.segments
-        edge = before.num_tokens
-        assert (before.version, after.version) == (0, 1)
-        assert 10 <= edge < 140
-        assert edge + after.num_tokens == 150
-        by = {which: model.logprobs(which, request.prompt_ids, sample.token_ids) for which in "AB"}
-        assert sample.logprobs[:edge] == pytest.approx(by["A"][:edge], abs=TOLERANCE)
-        assert sample.logprobs[edge:] == pytest.approx(by["B"][edge:], abs=TOLERANCE)
-        assert race_margins(model, "A", request, sample.token_ids)[:edge].max() < NEAR_TIE
-        assert race_margins(model, "B", request, sample.token_ids)[edge:].max() < NEAR_TIE
-        # The control: the same checks against the wrong weights must fail, or they would show nothing.
-        assert sample.logprobs[edge:] != pytest.approx(by["A"][edge:], abs=0.1)
-        assert sample.logprobs[:edge] != pytest.approx(by["B"][:edge], abs=0.1)
-        assert race_margins(model, "A", request, sample.token_ids)[edge:].max() > 0.5
-
-
 async def test_swap_in_mid_generation_is_exact(engine: Engine, tied_model: Any) -> None:
     await check_swap(engine, tied_model)
     (request,) = some_requests(1, length=30)  # its prompt was cached under A
@@ -417,89 +314,3 @@ async def test_a_load_given_up_leaves_an_engine_that_samples(engine: Engine, tie
     await engine.load(Version(2), tied_model.files["B"])
     (request,) = some_requests(1, length=5)
     assert (await collect(engine, [request]))[request.key].segments == (Segment(Version(2), 5),)
-
-
-def engine_processes() -> set[psutil.Process]:
-    """Children of this process, but for the helper of multiprocessing, which ends with its owner."""
-    children = psutil.Process().children(recursive=True)
-    return {child for child in children if "resource_tracker" not in " ".join(child.cmdline())}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_an_untied_model_from_start_to_loss_or_close(kind: str, untied_model: Any) -> None:
-    before = engine_processes()
-    engine = new_engine(kind)
-    with pytest.raises(EngineError):
-        await collect(engine, some_requests(1, length=1))
-    await engine.start(untied_model.folder, Version(0), untied_model.files["A"])
-    await check_swap(engine, untied_model)
-
-    doomed = asyncio.create_task(collect(engine, some_requests(2, length=350)))
-    await collect(engine, some_requests(1, length=2))
-    started = engine_processes() - before
-    if kind == "vllm":
-        for process in started:
-            process.kill()
-        async with asyncio.timeout(EVENT_DEADLINE_S):
-            with pytest.raises(EngineError):
-                await doomed
-            with pytest.raises(EngineError):
-                await engine.load(Version(2), untied_model.files["A"])
-        await engine.close()
-    else:
-        await engine.close()
-        assert {sample.finish_reason for sample in (await doomed).values()} == {"abort"}
-    with pytest.raises(EngineError):
-        await engine.score((1,), (2,))
-    assert bool(started) == (kind == "vllm")
-    assert not [process for process in started if process.is_running()]
-
-
-OWNER = """
-import asyncio, sys
-from pathlib import Path
-import psutil
-from node.rollout.engine import SampleRequest
-from node.rollout.selection import make_engine
-
-async def main(folder, weights):
-    engine = make_engine("vllm", max_num_seqs=4, max_model_len=64)
-    await engine.start(Path(folder), 0, Path(weights))
-    pids = [str(child.pid) for child in psutil.Process().children(recursive=True)]
-    print("ready", *pids, flush=True)
-    await asyncio.Event().wait()
-
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-async def test_no_process_outlives_a_killed_owner(tied_model: Any, tmp_path: Path) -> None:
-    script = tmp_path / "owner.py"
-    script.write_text(OWNER)
-    arguments = [sys.executable, str(script), str(tied_model.folder), str(tied_model.files["A"])]
-    temporary = Path(tempfile.mkdtemp(prefix="hexcomb-test-"))  # a short path: sockets lie in it
-    root = Path(__file__).parents[2]
-    owner = await asyncio.create_subprocess_exec(
-        *arguments,
-        env={"PYTHONPATH": str(root), "PATH": os.environ["PATH"], "TMPDIR": str(temporary)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert owner.stdout
-    try:
-        async with asyncio.timeout(OWNER_DEADLINE_S):
-            while not (line := await owner.stdout.readline()).startswith(b"ready"):
-                assert line, "the owner ended before its engine was ready"  # vllm prints lines of its own
-        children = [psutil.Process(int(pid)) for pid in line.split()[1:]]
-        assert children
-        assert any(name.startswith("hexcomb-engine-") for name in os.listdir(temporary))
-    finally:
-        if owner.returncode is None:
-            owner.kill()
-        await owner.wait()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=EVENT_DEADLINE_S)
-    assert not alive
-    assert not any(name.startswith("hexcomb-engine-") for name in os.listdir(temporary))
-    shutil.rmtree(temporary)
