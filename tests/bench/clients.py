@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,7 +37,11 @@ PROBE_S = 0.5
 SLOTS_A_PROBE = 16
 HEARTBEAT_S = 5.0
 ROLE_DEADLINE_S = 60.0
-ROUNDS_OF_WARM_UP = 2
+ROUNDS_OF_WARM_UP = 3
+WARM_ECHO_S = 2.0
+MAX_READY = 512
+PAIRS = ((1, 3), (16, 2))
+"""(rollouts in a call, how often each side is measured so)."""
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Client:
     coordinator: ControlServiceStub
     echo: Any
     chance: random.Random
-    ready: list[control_pb2.SubmitRolloutsRequest] = field(default_factory=list)
+    ready: deque[control_pb2.SubmitRolloutsRequest] = field(default_factory=deque)
     leased: list[control_pb2.LeaseWorkResponse] = field(default_factory=list)
 
     @property
@@ -110,7 +115,7 @@ class Client:
         for lease in self.leased:
             held += [(lease.lease_id, self._rollout(work.slot)) for work in lease.slots]
             await asyncio.sleep(0)
-        self.leased, self.ready = [], []
+        self.leased, self.ready = [], deque()
         by_lease: dict[str, list[control_pb2.Rollout]] = {}
         for lease_id, rollout in held:
             by_lease.setdefault(lease_id, []).append(rollout)
@@ -124,7 +129,8 @@ class Client:
         logprobs = tuple(-self.chance.random() for _ in range(MAX_NEW_TOKENS))
         piece = Piece(self.identity.peer_id, Version(self.version), 0, ids, logprobs)
         key = slot_key(slot)
-        return rollout_message(Rollout(key, (sign_piece(self.identity, run_id=self.run_id, slot=key, piece=piece),), "length"))
+        signed = sign_piece(self.identity, run_id=self.run_id, slot=key, piece=piece)
+        return rollout_message(Rollout(key, (signed,), "length"))
 
     async def run(self, phase: Phase, until_s: float, is_over: Callable[[], bool]) -> None:
         """Hands in what is ready, or lets it be echoed, one call after the other."""
@@ -144,7 +150,7 @@ class Client:
                 answer = await self.echo.SubmitRollouts(request)
                 num_good = len(answer.rollouts)
             else:
-                request = self.ready.pop()
+                request = self.ready.popleft()
                 answer = await self.coordinator.SubmitRollouts(request, timeout=CALL_DEADLINE_S)
                 num_good = sum(receipt.outcome == "ACCEPTED" for receipt in answer.receipts)
             position += 1
@@ -188,9 +194,7 @@ def make_client(place: Place, echo_address: str, number: int) -> Client:
     )
 
 
-async def run_phase(
-    clients: list[Client], side: str, pid: int, *, seconds: float, rollouts_a_call: int
-) -> Phase:
+async def run_phase(clients: list[Client], side: str, pid: int, *, seconds: float, rollouts_a_call: int) -> Phase:
     """All clients at once, until the time is over or the first of them has nothing left."""
     phase, began_s = Phase(side, rollouts_a_call), time.monotonic()
     server = psutil.Process(pid)
@@ -215,7 +219,7 @@ def tell(phase: Phase) -> None:
 
 
 async def measure(clients: list[Client], pids: dict[str, int], seconds: float) -> list[Phase]:
-    """Warm-up, then coordinator and echo by turns, first one rollout a call, then sixteen."""
+    """Warm-up, then echo and coordinator by turns, first one rollout a call, then sixteen."""
     phases: list[Phase] = []
 
     async def prepare(num_slots: int, rollouts_a_call: int) -> None:
@@ -223,19 +227,21 @@ async def measure(clients: list[Client], pids: dict[str, int], seconds: float) -
             for client in clients:
                 tasks.create_task(client.prepare(num_slots, rollouts_a_call=rollouts_a_call))
 
+    async def phase(side: str, seconds: float, rollouts_a_call: int) -> Phase:
+        done = await run_phase(clients, side, pids[side], seconds=seconds, rollouts_a_call=rollouts_a_call)
+        tell(done)
+        return done
+
     for _ in range(ROUNDS_OF_WARM_UP):
-        await prepare(512, 1)
-        warm = await run_phase(clients, "coordinator", pids["coordinator"], seconds=4 * seconds, rollouts_a_call=1)
-        tell(warm)
-    await prepare(16, 1)
-    await run_phase(clients, "echo", pids["echo"], seconds=2.0, rollouts_a_call=1)
-    for rollouts_a_call, rate in ((1, 2000), (16, 4000)):
-        for _ in range(2):
-            await prepare(round(rate * seconds / len(clients)), rollouts_a_call)
-            for side in ("echo", "coordinator"):
-                phase = await run_phase(clients, side, pids[side], seconds=seconds, rollouts_a_call=rollouts_a_call)
-                phases.append(phase)
-                tell(phase)
+        await prepare(MAX_READY, 1)
+        await phase("coordinator", seconds, 1)
+    await prepare(SLOTS_A_PROBE, 1)
+    await phase("echo", WARM_ECHO_S, 1)
+    for rollouts_a_call, num_pairs in PAIRS:
+        for _ in range(num_pairs):
+            phases.append(await phase("echo", seconds, rollouts_a_call))
+            await prepare(MAX_READY, rollouts_a_call)
+            phases.append(await phase("coordinator", seconds, rollouts_a_call))
     return phases
 
 
@@ -247,7 +253,7 @@ async def run(folder: Path, num_clients: int, seconds: float) -> None:
     sessions += [asyncio.create_task(client.stay()) for client in clients]
     async with asyncio.timeout(ROLE_DEADLINE_S):
         for client in clients:
-            while not await client.lease():  # until it has its role
+            while not await client.lease():  # noqa: ASYNC110 - until it has its role
                 await asyncio.sleep(0.05)
     phases = await measure(clients, {"coordinator": place.pid, "echo": echo.pid}, seconds)
     for session in sessions:

@@ -1,4 +1,4 @@
-"""A grading child that costs next to nothing: what is measured is the coordinator. `python -m tests.bench.flat_grader`."""
+"""A grading child that costs next to nothing, so that the coordinator is what is measured. It is run as a module."""
 
 from coordinator import grader_worker
 from protocol.ids import Digest, TaskKey
