@@ -38,17 +38,20 @@ Attachments = tuple[tuple[SlotKey, bytes], ...]
 """Bodies of the rollouts that an event hands in; kept if their slots are accepted."""
 
 
+Wish = tuple[e.Event, Attachments]
+Answer = Reply | HexcombError
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
-    event: e.Event
-    attachments: Attachments
-    answer: asyncio.Future[Reply]
+    wishes: Sequence[Wish]
+    answer: asyncio.Future[list[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     request: _Request
-    result: Decision | HexcombError
+    results: list[Decision | HexcombError]
 
 
 class Authority:
@@ -78,33 +81,23 @@ class Authority:
     async def submit(self, event: e.Event, attachments: Attachments = ()) -> Reply:
         """The core's answer, once what it decided is durable. Raises the refusal, or `JournalError` if the authority
         has ended. A caller that gives up waiting does not undo the event."""
-        return await (await self._queue(event, attachments))
+        (answer,) = await self.submit_all([(event, attachments)])
+        if isinstance(answer, HexcombError):
+            raise answer
+        return answer
 
-    async def submit_all(self, wishes: Sequence[tuple[e.Event, Attachments]]) -> list[Reply | HexcombError]:
-        """The core's answers to several events, in order; a refusal is one of them. Raises `JournalError` if the
-        authority has ended."""
-        answers = [await self._queue(event, attachments) for event, attachments in wishes]
-        results, ends = list[Reply | HexcombError](), list[BaseException]()
-        if answers:
-            await asyncio.wait(answers)
-        for answer in answers:
-            error = answer.exception()
-            if error is not None and (isinstance(error, JournalError) or not isinstance(error, HexcombError)):
-                ends.append(error)
-            else:
-                results.append(answer.result() if error is None else error)
-        if ends:
-            raise ends[0]
-        return results
-
-    async def _queue(self, event: e.Event, attachments: Attachments) -> "asyncio.Future[Reply]":
+    async def submit_all(self, wishes: Sequence[Wish]) -> list[Answer]:
+        """The core's answers to several events, in order; a refusal is one of them. They are decided one after the
+        other and are durable together. Raises `JournalError` if the authority has ended."""
         if self._end is not None:
             raise self._end
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        await self._requests.put(_Request(event, attachments, answer))
+        if not wishes:
+            return []
+        answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
+        await self._requests.put(_Request(wishes, answer))
         if self._end is not None:  # it ended while this waited for room, and nobody empties the queue any more
             raise self._end
-        return answer
+        return await answer
 
     async def run(self) -> None:
         """Serves the queue until cancelled; raises when a decision could not be made durable."""
@@ -114,9 +107,10 @@ class Authority:
                 self._under_way = [await self._requests.get()]
                 if num_before >= BUSY_BATCH and self._requests.qsize() < MAX_BATCH:
                     await asyncio.sleep(LINGER_S)
-                while len(self._under_way) < MAX_BATCH and not self._requests.empty():
+                num_before = len(self._under_way[0].wishes)
+                while num_before < MAX_BATCH and not self._requests.empty():
                     self._under_way.append(self._requests.get_nowait())
-                num_before = len(self._under_way)
+                    num_before += len(self._under_way[-1].wishes)
                 await self._serve()
         finally:
             self._fail_waiting()
@@ -139,17 +133,8 @@ class Authority:
         outcomes: list[_Outcome] = []
         entries: list[Entry] = []
         for request in self._under_way:
-            now_ms = self._clock()
-            failpoint("authority.before_decide")
-            try:
-                decision = self.core.handle(request.event, now_ms)
-            except HexcombError as refusal:
-                self.refusals[refusal.code] += 1
-                outcomes.append(_Outcome(request, refusal))
-                continue
-            outcomes.append(_Outcome(request, decision))
-            if decision.facts:
-                entries.append(self._entry(request, decision, now_ms))
+            results = [self._decide(event, attachments, entries) for event, attachments in request.wishes]
+            outcomes.append(_Outcome(request, results))
         if entries:
             failpoint("authority.before_append")
             self._journal.stage(entries, state=self.core.state)
@@ -160,6 +145,18 @@ class Authority:
         for outcome in outcomes:
             self._publish(outcome)
 
+    def _decide(self, event: e.Event, attachments: Attachments, entries: list[Entry]) -> Decision | HexcombError:
+        now_ms = self._clock()
+        failpoint("authority.before_decide")
+        try:
+            decision = self.core.handle(event, now_ms)
+        except HexcombError as refusal:
+            self.refusals[refusal.code] += 1
+            return refusal
+        if decision.facts:
+            entries.append(self._entry(decision, attachments, now_ms))
+        return decision
+
     def _remember(self, entries: Sequence[Entry]) -> None:
         """Keeps new bodies for their first reader, the grader, which asks soon."""
         for entry in entries:
@@ -169,9 +166,11 @@ class Authority:
         while self._num_fresh_bytes > MAX_FRESH_BYTES:
             self._num_fresh_bytes -= len(self._fresh.pop(next(iter(self._fresh))))
 
-    def _entry(self, request: _Request, decision: Decision, now_ms: int) -> Entry:
-        accepted = {fact.slot for fact in decision.facts if isinstance(fact, RolloutAccepted)}
-        bodies = tuple((slot, body) for slot, body in request.attachments if slot in accepted)
+    def _entry(self, decision: Decision, attachments: Attachments, now_ms: int) -> Entry:
+        bodies: Attachments = ()
+        if attachments:
+            accepted = [fact.slot for fact in decision.facts if isinstance(fact, RolloutAccepted)]
+            bodies = tuple((slot, body) for slot, body in attachments if slot in accepted)
         manifests: list[tuple[Version, SignedManifest]] = []
         for fact in decision.facts:
             if isinstance(fact, VersionCommitted):
@@ -181,16 +180,16 @@ class Authority:
         return Entry(now_ms, decision.facts, bodies, tuple(manifests))
 
     def _publish(self, outcome: _Outcome) -> None:
-        answer, result = outcome.request.answer, outcome.result
-        if isinstance(result, Decision):
-            for effect in result.effects:
-                self.effects.put_nowait(effect)
-        if answer.done():
-            return
-        if isinstance(result, Decision):
-            answer.set_result(result.reply)
-        else:
-            answer.set_exception(result)
+        answers: list[Answer] = []
+        for result in outcome.results:
+            if isinstance(result, Decision):
+                for effect in result.effects:
+                    self.effects.put_nowait(effect)
+                answers.append(result.reply)
+            else:
+                answers.append(result)
+        if not outcome.request.answer.done():
+            outcome.request.answer.set_result(answers)
 
     def _fail_waiting(self) -> None:
         self._end = JournalError(

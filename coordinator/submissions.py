@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from coordinator.authority import Attachments, Authority
+from coordinator.authority import Answer, Authority, Wish
 from coordinator.core.events import RolloutSubmitted
-from coordinator.core.replies import Receipt, Reply
+from coordinator.core.replies import Receipt
 from coordinator.join_service import counted
 from protocol.errors import HexcombError, NotEnrolledError, NoWorkError, UsageError
 from protocol.ids import Digest, LeaseId, PeerId, SlotKey
@@ -106,14 +106,14 @@ class Submissions:
             await asyncio.sleep(0)
 
 
-def _wish(peer_id: PeerId, lease_id: LeaseId, checked: Checked) -> tuple[RolloutSubmitted, Attachments]:
+def _wish(peer_id: PeerId, lease_id: LeaseId, checked: Checked) -> Wish:
     rollout = checked.rollout
     segments = tuple((piece.version, len(piece.token_ids)) for piece in rollout.pieces)
     event = RolloutSubmitted(peer_id, lease_id, rollout.slot, rollout.digest, segments, checked.edges)
     return event, (rollout_attachment(rollout),)
 
 
-def _receipt(message: control_pb2.Rollout, result: Reply | HexcombError) -> control_pb2.RolloutReceipt:
+def _receipt(message: control_pb2.Rollout, result: Answer) -> control_pb2.RolloutReceipt:
     if isinstance(result, HexcombError):
         return control_pb2.RolloutReceipt(slot=message.slot, outcome=result.code, detail=result.sentence())
     assert isinstance(result, Receipt)

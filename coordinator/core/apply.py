@@ -45,10 +45,10 @@ MAX_DEAD_LETTERS = 100
 FAILURE_ALPHA = 0.1
 """Weight of the newest slot in a node's share of failures (an exponential moving average)."""
 
-RATE_WINDOW_MS, RATE_ALPHA = 5_000, 0.3
-"""A node's rate is measured over windows of this length, and averaged over them with this weight of the newest."""
+RATE_HALF_MS = 300_000
+"""A node's rate forgets half of what was measured in so much time of work."""
 
-MIN_WINDOW_MS = 500
+MIN_BUSY_MS = 500
 
 LENGTH_ALPHA = 0.01
 
@@ -156,7 +156,7 @@ def _grant(state: State, fact: f.LeaseGranted) -> None:
     state.leases[fact.lease_id] = Lease(fact.peer_id, fact.deadline_ms, sorted(claimed), fact.granted_ms)
     node = state.nodes[fact.peer_id]
     if node.num_leased == 0:
-        node.window_ms, node.window_tokens = fact.granted_ms, 0
+        node.measured_ms = fact.granted_ms  # idle time does not count
     node.num_leased += len(claimed)
     state.claims["granted"] += len(claimed)
     state.claims["open"] += len(claimed)
@@ -217,7 +217,7 @@ def _give_back(state: State, fact: f.SlotGivenBack) -> None:
     _end_claim(state, fact.lease_id, place, how="returned")
     _wait_again(state, place)
     _slot(state, fact.slot).prefix = None
-    state.num_stale_returns += 1
+    state.num_stale_returns += fact.reason == "stale"
 
 
 def _end_claim(state: State, lease_id: LeaseId, place: tuple[int, int], *, how: f.LeaseEnd) -> None:
@@ -253,14 +253,15 @@ def _accept(state: State, fact: f.RolloutAccepted) -> None:
 
 
 def _measure(node: Node, num_tokens: int, *, now_ms: int) -> None:
-    """Adds tokens to the node's open window; closes it when it is long enough, or the node has no more to do."""
-    node.window_tokens += num_tokens
-    length_ms = now_ms - node.window_ms
-    if length_ms < RATE_WINDOW_MS and (node.num_leased or length_ms < MIN_WINDOW_MS):
-        return
-    rate = node.window_tokens * 1000 / length_ms
-    node.rate += (rate - node.rate) * (RATE_ALPHA if node.rate else 1.0)
-    node.window_ms, node.window_tokens = now_ms, 0
+    """Adds tokens, and the time since the last ones, to sums that forget. A mean of windows would count short lucky
+    ones as much as long dry ones."""
+    length_ms = now_ms - node.measured_ms
+    kept = 0.5 ** (length_ms / RATE_HALF_MS)
+    node.busy_ms = node.busy_ms * kept + length_ms
+    node.busy_tokens = node.busy_tokens * kept + num_tokens
+    node.measured_ms = now_ms
+    if node.busy_ms >= MIN_BUSY_MS:
+        node.rate = node.busy_tokens * 1000 / node.busy_ms
 
 
 def _reward(state: State, fact: f.RewardRecorded) -> None:

@@ -185,10 +185,11 @@ class SlotCancelled:
 
 @dataclass(frozen=True, slots=True)
 class SlotGivenBack:
-    """One slot left its lease unfilled, since what was handed in was too old."""
+    """One slot left its lease unfilled: what was handed in was too old, or nothing came of it any more."""
 
     lease_id: LeaseId
     slot: SlotKey
+    reason: Literal["stale", "stalled"] = "stale"
 
 
 @dataclass(frozen=True, slots=True)

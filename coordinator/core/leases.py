@@ -15,9 +15,9 @@ from coordinator.core.events import LeaseReturned, WorkRequested
 from coordinator.core.facts import LeaseExtended, LeaseGranted, OpenedGroup, PrefixDropped
 from coordinator.core.live import is_live
 from coordinator.core.opening import open_groups
-from coordinator.core.pace import lease_span_ms, part_of
+from coordinator.core.pace import is_slow, lease_span_ms, length_of, part_of
 from coordinator.core.replies import Grant
-from coordinator.core.returns import close_lease
+from coordinator.core.returns import close_lease, take_stalled
 from coordinator.core.roster import return_time_ms
 from coordinator.core.turn import Turn
 from protocol.errors import (
@@ -65,6 +65,9 @@ def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tupl
     group_size = turn.rules.spec.group_size
     wanted = max(0, min(event.num_slots, _allowance(turn, event.peer_id)))
     old = list(_waiting_slots(turn, event.peer_id, version=event.version))
+    if turn.rules.spec.environment.num_tasks:
+        sign = 1 if is_slow(turn, event.peer_id) else -1
+        old.sort(key=lambda key: sign * length_of(turn, key.task.index))
     num_spare = max(0, spare_groups(turn, version=event.version))
     num_there = len(old) + num_spare * group_size
     count = allowed_now(
@@ -72,6 +75,8 @@ def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tupl
     )
     note_served(turn, event.peer_id, num_wanted=wanted, num_got=count)
     old = old[:count]
+    if turn.rules.spec.environment.num_tasks and count - len(old) > group_size:
+        count -= (count - len(old)) % group_size  # the rest of a long group would go to whoever asks next
     num_new = min(math.ceil((count - len(old)) / group_size), num_spare)
     opened = open_groups(turn, event.peer_id, version=event.version, count=num_new)
     new = [group.key(sample) for group in opened for sample in range(group_size)]
@@ -87,7 +92,8 @@ def return_lease(turn: Turn, event: LeaseReturned) -> None:
 
 
 def expire_leases(turn: Turn) -> None:
-    """Closes the leases whose time is over."""
+    """Closes the leases whose time is over, and takes slots back that stand still."""
+    take_stalled(turn)
     late = [(key, lease.peer_id) for key, lease in turn.state.leases.items() if turn.now_ms >= lease.deadline_ms]
     by_peer: dict[PeerId, list[LeaseId]] = {}
     for lease_id, peer_id in late:

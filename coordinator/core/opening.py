@@ -1,7 +1,8 @@
 """Which tasks are opened next: in order, or, where tasks come again in epochs, the longest of a block first. Pure.
 
 A block is as many tasks as a batch has groups, so that no task waits for longer than one batch. Within it nodes that
-are faster than the mean take the tasks whose completions were longest in the epoch before, slower ones the shortest.
+are faster than the mean take the tasks whose completions were longest in the epoch before, and for the second half of
+a large lease the shortest; slower ones take the shortest alone.
 What is remembered of a task is one number of four bytes.
 """
 
@@ -23,7 +24,8 @@ def open_groups(turn: Turn, peer_id: PeerId, *, version: Version, count: int) ->
         while len(indices) < count:
             if not ahead:
                 ahead = _begin_block(turn)
-            indices.append(ahead.pop(-1 if is_from_end else 0))
+            is_short = is_from_end or len(indices) >= (count + 1) // 2
+            indices.append(ahead.pop(-1 if is_short else 0))
     name, seed, size = spec.environment.name, spec.seed, spec.group_size
     return tuple(OpenedGroup(TaskKey(name, seed, index), version, size) for index in indices)
 

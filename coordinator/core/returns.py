@@ -18,9 +18,11 @@ from coordinator.core.facts import (
     PrefixDropped,
     SlotCancelled,
     SlotFailed,
+    SlotGivenBack,
     SlotMoved,
 )
 from coordinator.core.pace import lease_span_ms
+from coordinator.core.soft import Advance
 from coordinator.core.state import Slot
 from coordinator.core.turn import Turn
 from protocol.ids import LeaseId, PeerId, SlotKey, Version
@@ -28,6 +30,11 @@ from protocol.lag import is_fresh
 
 MIN_REWARDS = 2
 """A group's mean over fewer members says nothing."""
+
+STALL_MS = 15_000
+"""A slot that has begun, and of which nothing came for so long while others of its node came on, is lost there."""
+
+STALL_LOOK_MS = 2_000
 
 MAX_TRIES = 8
 """So many nodes may fail a slot before it is a dead letter."""
@@ -71,9 +78,10 @@ def take_progress(turn: Turn, event: PiecesReceived) -> None:
         if not _could_be(turn, progress):
             continue
         known = turn.soft.progress.get(place)
-        least = _num_tokens(known.segments) if known else slot.prefix.num_tokens if slot.prefix else 0
+        least = _num_tokens(known.said.segments) if known else slot.prefix.num_tokens if slot.prefix else 0
         if _num_tokens(progress.segments) > least:
-            turn.soft.progress[place] = progress
+            turn.soft.progress[place] = Advance(progress, turn.now_ms)
+            turn.soft.newest_piece_ms[progress.peer_id] = turn.now_ms
             _prolong(turn, progress)
 
 
@@ -83,6 +91,23 @@ def _could_be(turn: Turn, progress: SlotProgress) -> bool:
     head = turn.state.head
     is_ordered = bool(versions) and versions == sorted(versions) and all(length > 0 for _, length in progress.segments)
     return is_ordered and head is not None and progress.slot.version <= versions[0] <= versions[-1] <= head.version
+
+
+def take_stalled(turn: Turn) -> None:
+    """A slot that has begun and stands still while others of its node come on goes to another node."""
+    soft = turn.soft
+    if turn.now_ms - soft.stalls_seen_ms < STALL_LOOK_MS:
+        return
+    soft.stalls_seen_ms = turn.now_ms
+    for place, advance in list(soft.progress.items()):
+        peer_id, lease_id, key = advance.said.peer_id, advance.said.lease_id, advance.said.slot
+        if soft.newest_piece_ms[peer_id] - advance.at_ms < STALL_MS:
+            continue
+        turn.emit(SlotGivenBack(lease_id, key, "stalled"))
+        _keep_prefix(turn, place)
+        turn.ask(CancelSlots(peer_id, (key,)))
+        if not turn.state.leases[lease_id].slots:
+            turn.emit(LeaseClosed(lease_id, "filled"))
 
 
 def lose_prefix(turn: Turn, event: PrefixLost) -> None:
@@ -140,9 +165,9 @@ def _learn_length(turn: Turn, index: int) -> None:
 
 
 def _keep_prefix(turn: Turn, place: tuple[int, int]) -> None:
-    progress = turn.soft.progress.pop(place, None)
-    if progress is not None:
-        turn.emit(SlotMoved(progress.slot, progress.segments, progress.edge))
+    advance = turn.soft.progress.pop(place, None)
+    if advance is not None:
+        turn.emit(SlotMoved(advance.said.slot, advance.said.segments, advance.said.edge))
 
 
 def _prolong(turn: Turn, progress: SlotProgress) -> None:
@@ -157,8 +182,8 @@ def _prolong(turn: Turn, progress: SlotProgress) -> None:
 
 def first_version(turn: Turn, place: tuple[int, int], slot: Slot) -> Version | None:
     """Of the slot's first token that is known of; None = there is none."""
-    progress = turn.soft.progress.get(place)
-    segments = progress.segments if progress else slot.prefix.segments if slot.prefix else slot.segments
+    advance = turn.soft.progress.get(place)
+    segments = advance.said.segments if advance else slot.prefix.segments if slot.prefix else slot.segments
     return segments[0][0] if segments else None
 
 

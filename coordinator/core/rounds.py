@@ -201,7 +201,7 @@ def _seal(turn: Turn, batch: Batch, peers: tuple[PeerId, ...]) -> None:
         max_lag=batch.max_lag,
         groups=batch.groups,
         members=members,
-        shares=divide(keys, rates),
+        shares=divide(keys, [_length(turn, key) for key in keys], rates),
         shards=split_evenly(sum(tensor.num_elements for tensor in body.tensors), peers),
         num_tokens=batch.num_tokens,
         sealed_ms=turn.now_ms,
@@ -221,6 +221,11 @@ def _seal(turn: Turn, batch: Batch, peers: tuple[PeerId, ...]) -> None:
             spec.round_s,
         )
     )
+
+
+def _length(turn: Turn, key: SlotKey) -> int:
+    slot = turn.state.find(key)
+    return sum(length for _, length in slot.segments) if slot else 0
 
 
 def _reserve(turn: Turn, batch: Batch) -> list[SlotKey]:

@@ -65,25 +65,22 @@ def share_of(state: State, round_id: RoundId, peer_id: PeerId) -> tuple[ShareIte
     return tuple(items)
 
 
-def divide(keys: Sequence[SlotKey], rates: Mapping[PeerId, float]) -> tuple[tuple[PeerId, tuple[SlotKey, ...]], ...]:
-    """Consecutive whole slots for each peer, in proportion to `rates` by largest remainder; nobody goes empty if there
-    are enough slots. A rate that is not positive counts as the smallest known."""
+def divide(
+    keys: Sequence[SlotKey], lengths: Sequence[int], rates: Mapping[PeerId, float]
+) -> tuple[tuple[PeerId, tuple[SlotKey, ...]], ...]:
+    """Consecutive whole slots for each peer, whose tokens (`lengths`) are in proportion to `rates` to within one slot;
+    nobody goes empty if there are enough slots. A rate that is not positive counts as the smallest known."""
     known = [rate for rate in rates.values() if rate > 0 and math.isfinite(rate)]
     floor = min(known, default=1.0)
     weights = {peer: rate if rate > 0 and math.isfinite(rate) else floor for peer, rate in rates.items()}
-    total = math.fsum(weights.values())
-    exact = {peer: len(keys) * weight / total for peer, weight in weights.items()}
-    counts = {peer: int(value) for peer, value in exact.items()}
-    by_remainder = sorted(exact, key=lambda peer: (counts[peer] - exact[peer], peer))
-    for peer in by_remainder[: len(keys) - sum(counts.values())]:
-        counts[peer] += 1
-    for peer in sorted(counts):
-        richest = max(counts, key=lambda other: counts[other])
-        if counts[peer] == 0 and counts[richest] > 1:
-            counts[richest] -= 1
-            counts[peer] = 1
-    shares, start = [], 0
-    for peer in rates:
-        shares.append((peer, tuple(keys[start : start + counts[peer]])))
-        start += counts[peer]
+    tokens_per_weight = sum(lengths) / math.fsum(weights.values())
+    shares, stop, num_tokens, num_due = [], 0, 0, 0.0
+    for num_after, (peer, weight) in zip(reversed(range(len(weights))), weights.items(), strict=True):
+        start, num_due = stop, num_due + tokens_per_weight * weight
+        while stop < len(keys) - num_after:
+            if stop > start and num_after and num_tokens + lengths[stop] / 2 > num_due:
+                break
+            num_tokens += lengths[stop]
+            stop += 1
+        shares.append((peer, tuple(keys[start:stop])))
     return tuple(shares)

@@ -38,6 +38,14 @@ class AskedEvaluation:
     asked_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """How far a leased slot has come, and when that was heard."""
+
+    said: SlotProgress
+    at_ms: int
+
+
 @dataclass(slots=True)
 class Hunger:
     """What a node still wants: slots, when it last asked, how many of those that are free are kept for it, and how many
@@ -54,8 +62,10 @@ class Soft:
     """`live` holds exactly the nodes that count as alive; `watched_ms` is when that was last judged, `thawed_ms` when
     the process last came out of a standstill. `tardy` trainers made a round wait in vain and are not waited for again
     until they are ready. `attestations` belong to the open round, which dies with the process. `progress` is how far
-    leased slots have come, by (group index, sample). `hungry` and `credits` are for sharing scarce work, `askers` the
-    last two nodes that asked for it and when, `totals` (when, sum of rates, number) of the rollout nodes."""
+    leased slots have come, by (group index, sample), `newest_piece_ms` when anything last came of a node. `hungry` and
+    `credits` are for sharing scarce work, `askers` the last two nodes that asked for it and when, `totals` (when, sum
+    of rates, number) of the rollout nodes. `old_slots_since_ms` is since when a round waits for old
+    slots."""
 
     started_ms: int | None = None
     watched_ms: int | None = None
@@ -70,7 +80,9 @@ class Soft:
     tardy: set[PeerId] = field(default_factory=set)
     attestations: dict[PeerId, Attestation] = field(default_factory=dict)
     asked: AskedEvaluation | None = None
-    progress: dict[tuple[int, int], SlotProgress] = field(default_factory=dict)
+    progress: dict[tuple[int, int], Advance] = field(default_factory=dict)
+    newest_piece_ms: dict[PeerId, int] = field(default_factory=dict)
+    stalls_seen_ms: int = 0
     hungry: dict[PeerId, Hunger] = field(default_factory=dict)
     credits: dict[PeerId, float] = field(default_factory=dict)
     askers: tuple[tuple[PeerId, int], ...] = ()

@@ -45,9 +45,9 @@ class Invite:
 class Node:
     """An enrolled key. `num_leased` counts the slots that it holds now. `credit` is the
     slots that it filled less those that it let expire. `failure` is the share of its slots that it failed to fill, as
-    a moving average. `rate` is what the coordinator measures of it, in tokens per second, by windows: the present one
-    began at `window_ms` and has brought `window_tokens` (0 = no window is open). `num_strikes` counts the attempts in a
-    row that failed because of it; it is left out of rounds below version `left_out_until`."""
+    a moving average. `rate` is what the coordinator measures of it, in tokens per second of work: `busy_tokens` over
+    `busy_ms`, both fading, up to `measured_ms`. `num_strikes` counts the attempts in a row that failed because of it;
+    it is left out of rounds below version `left_out_until`."""
 
     invite_id: InviteId
     invite_role: InviteRole
@@ -62,8 +62,9 @@ class Node:
     credit: int = 0
     failure: float = 0.0
     rate: float = 0.0
-    window_ms: int = 0
-    window_tokens: int = 0
+    measured_ms: int = 0
+    busy_ms: float = 0.0
+    busy_tokens: float = 0.0
     num_losses: int = 0
 
 

@@ -238,6 +238,7 @@ async def measure(clients: list[Client], pids: dict[str, int], seconds: float) -
     await prepare(SLOTS_A_PROBE, 1)
     await phase("echo", WARM_ECHO_S, 1)
     for rollouts_a_call, num_pairs in PAIRS:
+        await prepare(SLOTS_A_PROBE, rollouts_a_call)
         for _ in range(num_pairs):
             phases.append(await phase("echo", seconds, rollouts_a_call))
             await prepare(MAX_READY, rollouts_a_call)

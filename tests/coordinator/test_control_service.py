@@ -180,18 +180,18 @@ async def test_a_coordinator_that_stops_is_away_not_refusing(office: Office, mon
     _, rollout = await office.swarm()
     lease = await rollout.lease(1)
 
-    queue = Authority._queue
+    submit_all = Authority.submit_all
 
-    async def end(self: Authority, event: Any, attachments: Any) -> Any:
-        if isinstance(event, WorkRequested | RolloutSubmitted):
+    async def end(self: Authority, wishes: Any) -> Any:
+        if any(isinstance(event, WorkRequested | RolloutSubmitted) for event, _ in wishes):
             raise JournalError("the coordinator takes no more events")
-        return await queue(self, event, attachments)
+        return await submit_all(self, wishes)
 
     request = control_pb2.SubmitRolloutsRequest(
         lease_id=lease.lease_id, rollouts=[rollout_message(rollout.rollout(lease.slots[0].slot))]
     )
     with monkeypatch.context() as patch:
-        patch.setattr(Authority, "_queue", end)
+        patch.setattr(Authority, "submit_all", end)
         with pytest.raises(UnreachableError, match="back"):
             await rollout.lease(1)
         with pytest.raises(UnreachableError, match="back"):

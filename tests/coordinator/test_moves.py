@@ -7,6 +7,7 @@ import pytest
 from coordinator.core import events as e
 from coordinator.core import facts as f
 from coordinator.core import returns
+from coordinator.core.effects import CancelSlots
 from coordinator.core.replies import Grant
 from protocol.errors import NoWorkError, RolloutMalformedError
 from protocol.ids import Digest, LeaseId, PeerId, SlotKey, Version
@@ -71,7 +72,7 @@ def test_progress_of_a_lease_that_is_not_the_nodes_is_ignored(world: World) -> N
     assert not world.core.soft.progress
     world.do(received(grant, grant.slots[0], 5))
     world.do(received(grant, grant.slots[0], 3))
-    assert [p.segments for p in world.core.soft.progress.values()] == [((Version(0), 5),)], "it never goes back"
+    assert [p.said.segments for p in world.core.soft.progress.values()] == [((Version(0), 5),)], "it never goes back"
 
 
 def test_a_prefix_that_is_lost_or_too_old_is_not_asked_for(world: World) -> None:
@@ -184,3 +185,29 @@ def test_a_slot_that_nobody_could_fill_ends_without_blame(world: World) -> None:
         world.do(e.LeaseReturned(PeerId("r0"), grant.lease_id, "the prompt cannot be made", is_try=True))
     assert [letter.slot for letter in world.core.state.dead_letters] == [grant.slots[0]]
     assert world.core.state.nodes[PeerId("r0")].failure == 0
+
+
+def test_a_slot_that_stands_still_while_its_neighbours_come_on_moves(world: World) -> None:
+    grant = world.lease("r0", 2)
+    lost, other = grant.slots
+    world.do(received(grant, lost, 5))
+    for tokens in range(1, 30):
+        world.tick(1.0)
+        world.see_all()
+        world.do(received(grant, other, tokens))
+    assert world.asked(CancelSlots) == [CancelSlots(PeerId("r0"), (lost,))]
+    assert world.core.state.leases[grant.lease_id].slots == [(other.task.index, other.sample)]
+    slot = world.core.state.find(lost)
+    assert slot is not None
+    assert slot.prefix is not None
+    assert slot.prefix.num_tokens == 5
+
+
+def test_slots_that_all_stand_still_are_left_to_the_deadline(world: World) -> None:
+    grant = world.lease("r0", 2)
+    for slot in grant.slots:
+        world.do(received(grant, slot, 5))
+    for _ in range(30):
+        world.tick(1.0)
+        world.see_all()
+    assert not world.asked(CancelSlots)

@@ -40,7 +40,7 @@ async def two_rollout_nodes(office: Office) -> tuple[Member, Member]:
 async def told(office: Office, slot: SlotKey, num_tokens: int) -> None:
     """Waits until the core knows of so many tokens of a slot."""
     progress, place = office.core.soft.progress, (slot.task.index, slot.sample)
-    await office.until(lambda: place in progress and sum(n for _, n in progress[place].segments) == num_tokens)
+    await office.until(lambda: place in progress and sum(n for _, n in progress[place].said.segments) == num_tokens)
 
 
 async def moved(office: Office, first: Member, second: Member, *pieces: tuple[int, ...]) -> tuple[Lease, SlotWork]:

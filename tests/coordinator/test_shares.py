@@ -92,12 +92,18 @@ keys = [SlotKey(Version(0), TaskKey("sums", 7, index), 0) for index in range(10)
         (10, (1e9, 1.0), (9, 1)),
         (10, (0.0, 1.0), (5, 5)),
         (10, (float("nan"), float("inf")), (5, 5)),
-        (3, (1.0, 1.0, 1.0, 1.0), (1, 1, 1, 0)),
+        (3, (1.0, 1.0, 1.0, 1.0), (0, 1, 1, 1)),
         (0, (1.0, 1.0), (0, 0)),
     ],
 )
 def test_division_by_rate(num_slots: int, rates: tuple[float, ...], expected: tuple[int, ...]) -> None:
     peers = {PeerId(name): rate for name, rate in zip("abcd", rates, strict=False)}
-    parts = divide(keys[:num_slots], peers)
+    parts = divide(keys[:num_slots], [7] * num_slots, peers)
     assert tuple(len(part) for _, part in parts) == expected
     assert [key for _, part in parts for key in part] == keys[:num_slots]
+
+
+def test_division_is_by_tokens() -> None:
+    lengths = [100, 10, 10, 10, 10, 10, 10, 10, 10, 20]
+    parts = divide(keys, lengths, {PeerId("a"): 1.0, PeerId("b"): 1.0})
+    assert [len(part) for _, part in parts] == [1, 9]
