@@ -25,6 +25,7 @@ from coordinator.scoring import Scoring
 from coordinator.sessions import Sessions
 from protocol.errors import VersionFromFutureError
 from protocol.ids import PeerId, Version
+from protocol.manifest import SignedManifest
 from protocol.round import RoundPlan, sign_plan
 from protocol.run import RunSpec
 from protocol.v1 import common_pb2, control_pb2
@@ -57,7 +58,7 @@ class Announcer:
             case AssignRole(peer_id=peer_id):
                 self._sessions.send([peer_id], self._role_message(peer_id))
             case ScoreRollout(slot=slot):
-                await self._scoring.add(slot)
+                self._scoring.add(slot)
             case CancelLeases(peer_id=peer_id, lease_ids=lease_ids):
                 cancelled = control_pb2.LeasesCancelled(lease_ids=lease_ids)
                 self._sessions.send([peer_id], control_pb2.SessionResponse(leases_cancelled=cancelled))
@@ -93,10 +94,12 @@ class Announcer:
         return control_pb2.SessionResponse(welcome=welcome)
 
     async def greeting(self, peer_id: PeerId) -> list[control_pb2.SessionResponse]:
-        """All that a node must know when its stream opens, after the welcome."""
+        """All that a node must know when its stream opens, after the welcome. A head that is not durable yet is left
+        out: it is announced on all open streams once it is."""
         state, messages = self._authority.core.state, list[control_pb2.SessionResponse]()
-        if state.head is not None:
-            announced = await self.announced(state.head.version)
+        head = state.head
+        if head is not None and (signed := await self._authority.manifest(head.version)) is not None:
+            announced = self._announcement(head.version, signed)
             messages.append(control_pb2.SessionResponse(version_announced=announced))
         if peer_id in state.roles:
             messages.append(self._role_message(peer_id))
@@ -110,6 +113,9 @@ class Announcer:
         signed = await self._authority.manifest(version)
         if signed is None:
             raise VersionFromFutureError(f"version {version} is not known", why="it was never committed or is retired")
+        return self._announcement(version, signed)
+
+    def _announcement(self, version: Version, signed: SignedManifest) -> control_pb2.VersionAnnounced:
         return control_pb2.VersionAnnounced(manifest=manifest_message(signed), holders=self._holders(version))
 
     def _holders(self, version: Version) -> list[str]:

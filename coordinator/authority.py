@@ -28,7 +28,6 @@ LINGER_S = 0.01
 """After a batch of so many events the next waits so long for company: a COMMIT costs about as much as ten events."""
 
 MAX_QUEUED = 1024
-MAX_EFFECTS = 65_536
 MAX_FRESH_BYTES = 32 << 20
 
 Sealer = Callable[[Version, Body, Digest | None, int], SignedManifest]
@@ -55,11 +54,12 @@ class _Outcome:
 
 
 class Authority:
-    """`effects` holds what the shell must do, in order; its one reader must keep up. `refusals` counts by code."""
+    """`effects` holds what the shell must do, in order; its one reader must keep up. It has no limit: a start
+    may ask for as much as the state holds before anybody reads. `refusals` counts by code."""
 
     def __init__(self, core: Core, journal: Journal, *, clock: Callable[[], int], sealer: Sealer) -> None:
         self.core = core
-        self.effects: asyncio.Queue[Effect] = asyncio.Queue(MAX_EFFECTS)
+        self.effects: asyncio.Queue[Effect] = asyncio.Queue()
         self.refusals: Counter[str] = Counter()
         self._journal, self._clock, self._sealer = journal, clock, sealer
         self._requests: asyncio.Queue[_Request] = asyncio.Queue(MAX_QUEUED)

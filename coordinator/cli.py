@@ -53,7 +53,9 @@ def serve(
     import uvloop
 
     from coordinator.server import Coordinator
+    from protocol.heap import steady_heap
 
+    steady_heap()
     with coordinator_home.hold():
         uvloop.run(Coordinator(coordinator_home, run).serve())
 

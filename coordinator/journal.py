@@ -87,7 +87,7 @@ class Journal:
     def commit(self, entries: Sequence[Entry], *, state: State) -> None:
         """The other half, of what was staged: blocks until the disk has the batch."""
         with self._write_lock, as_journal_error(self.path, "written"), or_rolled_back(self._db):
-            self._retire_groups(entries, state)
+            self._retire_groups(entries)
             if self._is_snapshot_due():
                 self._write_snapshot(state)
             failpoint("journal.before_commit")
@@ -122,16 +122,13 @@ class Journal:
             for version, signed in entry.manifests:
                 self._db.execute("INSERT INTO manifest VALUES(?, ?, ?)", (version, signed.payload, signed.signature))
 
-    def _retire_groups(self, entries: Sequence[Entry], state: State) -> None:
-        """Marks the rollouts of finished groups, and deletes what is past its time."""
-        facts = [fact for entry in entries for fact in entry.facts]
-        num_commits = sum(isinstance(fact, VersionCommitted) for fact in facts)
-        head = (state.head.version if state.head is not None else 0) - num_commits
-        for fact in facts:
+    def _retire_groups(self, entries: Sequence[Entry]) -> None:
+        """Marks the rollouts of trained groups, and deletes what is past its time. Those of dropped groups go at
+        once: nobody trains on them, and the state alone knows a duplicate."""
+        for fact in (fact for entry in entries for fact in entry.facts):
             if isinstance(fact, GroupDropped):
-                self._retire((fact.index,), Version(head))
+                self._db.execute("DELETE FROM rollout WHERE task = ?", (fact.index,))
             if isinstance(fact, VersionCommitted):
-                head += 1
                 self._retire(fact.groups, fact.version)
                 self._db.execute("DELETE FROM rollout WHERE retired_at < ?", (fact.keep_from,))
                 self._db.execute("DELETE FROM manifest WHERE version < ?", (fact.keep_from - KEPT_MANIFESTS,))

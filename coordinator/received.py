@@ -27,6 +27,9 @@ from protocol.v1 import common_pb2, control_pb2
 from protocol.wire import rollout_of, slot_message
 
 MAX_LOGPROB = 1e-3
+MAX_PIECES = 1024
+"""Of one slot. They all travel again with each node that goes on from them, so no more are taken; an honest node's are
+a second or `piece_tokens` long each, and a slot that lasts longer than so many runs on without being moved further."""
 MAX_OVERHEAD_BYTES = 256
 """Of a message, and of each piece in it, beside the tokens; more can only be fields that this program does not know."""
 
@@ -49,11 +52,13 @@ class Received:
     headless: bool = False
     num_tokens: int = 0
     num_bytes: int = 0
+    num_pieces: int = 0
     segments: list[tuple[Version, int]] = field(default_factory=list)
     frames: list[bytes] = field(default_factory=list)
     is_news: bool = False
     _signer: str = ""
     _head: bytes = b""
+    _last_id: bytes = b""
 
     @classmethod
     def of(cls, key: SlotKey, lease_id: LeaseId, *, headless: bool = False) -> "Received":
@@ -62,27 +67,32 @@ class Received:
 
     def take(self, message: control_pb2.SlotProgress, peer_id: PeerId, *, spec: RunSpec, head: Version) -> bool:
         """Adds the pieces that follow what is here, and passes over those that are here already; True where the next
-        one does not begin at `num_tokens`, so that it must be cut anew from there. Raises `RolloutMalformedError` on a
-        bad piece; then nothing is added."""
+        one does not begin at `num_tokens`, so that it must be cut anew from there. What comes after `MAX_PIECES` is
+        passed over too. Raises `RolloutMalformedError` on a bad piece; then nothing is added."""
         pieces = message.pieces
         if self.headless or not pieces:
             return False
         position, edge, signed_head = self.num_tokens, self.edge, self._head_of(peer_id)
+        last_id, stop_ids, room = self._last_id, spec.sampling.stop_ids, MAX_PIECES - self.num_pieces
         newest: int = self.segments[-1][0] if self.segments else self.key.version
         added, taken = list[tuple[Version, int]](), list[common_pb2.Piece]()
         has_hole = False
         for piece in pieces:
+            if len(taken) >= room:
+                break
             ids, logprobs, start, version = piece.token_ids, piece.logprobs, piece.start, piece.version
             if start != position:
                 if start + len(ids) // 4 <= position:
                     continue
                 has_hole = True
                 break
+            if last_id and int.from_bytes(last_id, "little") in stop_ids:
+                raise _malformed(self.key, "a piece follows a stop id")
             num_tokens = _checked(self.key, piece, ids, logprobs, spec)
             if piece.node != peer_id or not newest <= version <= head:
                 raise _malformed(self.key, "a piece is another node's, or of a version that it cannot have")
             edge = _edge_after(edge, signed_head, version, start, ids, logprobs)
-            position, newest = position + num_tokens, version
+            position, newest, last_id = position + num_tokens, version, ids[-4:]
             added.append((Version(version), num_tokens))
             taken.append(piece)
         if position > spec.sampling.max_new_tokens:
@@ -91,17 +101,20 @@ class Received:
             if len(taken) < len(pieces):
                 message = control_pb2.SlotProgress(lease_id=message.lease_id, slot=message.slot, pieces=taken)
             self._keep(message.SerializeToString(), added, position, edge)
+            self._last_id = last_id
         return has_hole
 
     def reload(self, message: control_pb2.SlotProgress, frame: bytes) -> None:
         """Adds what was taken before, by this or an earlier process; `frame` is the same message."""
-        edge, added, position = self.edge, list[tuple[Version, int]](), self.num_tokens
+        edge, added, position, last_id = self.edge, list[tuple[Version, int]](), self.num_tokens, self._last_id
         for piece in message.pieces:
             head = self._head_of(piece.node)
             edge = _edge_after(edge, head, piece.version, piece.start, piece.token_ids, piece.logprobs)
             added.append((Version(piece.version), len(piece.token_ids) // 4))
             position += added[-1][1]
+            last_id = piece.token_ids[-4:]
         self._keep(frame, added, position, edge)
+        self._last_id = last_id
 
     def adopt(self, pieces: Iterable[common_pb2.Piece]) -> bytes:
         """Adds pieces that came under an earlier lease; the frame that they make."""
@@ -125,6 +138,7 @@ class Received:
                 segments.append((version, length))
         self.frames.append(frame)
         self.num_bytes += len(frame)
+        self.num_pieces += len(added)
         self.num_tokens, self.edge = num_tokens, edge
 
     def _head_of(self, node: str) -> bytes:
@@ -154,16 +168,20 @@ def prefix_in(frames: Iterable[bytes], slot: SlotKey, prefix: Prefix) -> list[co
 def checked_prefix(frames: Iterable[bytes], slot: SlotKey, prefix: Prefix, *, spec: RunSpec) -> list[common_pb2.Piece]:
     """The pieces of a prefix, each signed by the node that it names. Takes 0.2 ms a piece: call it in a thread.
 
-    Raises `RolloutMalformedError` where they are not all here or go on after a stop id, `UnauthenticatedError` or
-    `KeyRefusedError` where a signature does not hold.
+    Raises `RolloutMalformedError` where they are not all here, leave nothing to sample, or are more than `MAX_PIECES`,
+    `UnauthenticatedError` or `KeyRefusedError` where a signature does not hold.
     """
     pieces = prefix_in(frames, slot, prefix)
     if not pieces:
-        raise RolloutMalformedError(f"slot {slot} cannot go on", why="what was received of it is no longer here")
+        raise _stuck(slot, "what was received of it is no longer here")
+    if len(pieces) > MAX_PIECES:
+        raise _stuck(slot, f"what was received of it has more than {MAX_PIECES} pieces")
     rollout = rollout_of(control_pb2.Rollout(slot=slot_message(slot), pieces=pieces, finish_reason="length"))
+    if not frozenset(spec.sampling.stop_ids).isdisjoint(rollout.token_ids):
+        raise _stuck(slot, "what was received of it holds a stop id")
+    if len(rollout.token_ids) >= spec.sampling.max_new_tokens:
+        raise _stuck(slot, "what was received of it is as long as a completion may be")
     verify_pieces(rollout, run_id=spec.run_id)
-    if any(token in spec.sampling.stop_ids for token in rollout.token_ids[:-1]):
-        raise RolloutMalformedError(f"slot {slot} cannot go on", why="what was received goes on after a stop id")
     return pieces
 
 
@@ -172,8 +190,12 @@ def _checked(key: SlotKey, piece: common_pb2.Piece, ids: bytes, logprobs: bytes,
     num_tokens = len(ids) // 4
     if not 0 < num_tokens <= spec.piece_tokens or len(ids) % 4 or len(ids) != len(logprobs):
         raise _malformed(key, f"a piece has no tokens, more than {spec.piece_tokens}, or lacks log-probabilities")
-    if max(_unpacker(num_tokens, "I")(ids)) >= spec.sampling.vocab_size:  # as unsigned, below 0 is very large
+    token_ids = _unpacker(num_tokens, "I")(ids)
+    if max(token_ids) >= spec.sampling.vocab_size:  # as unsigned, below 0 is very large
         raise _malformed(key, f"a token id is outside the vocabulary of {spec.sampling.vocab_size}")
+    for stop_id in spec.sampling.stop_ids:
+        if stop_id in token_ids and token_ids.index(stop_id) < num_tokens - 1:
+            raise _malformed(key, "tokens follow a stop id")
     if logprobs[3::4].translate(None, _PLAIN_TOPS) and not _are_logprobs(_unpacker(num_tokens, "f")(logprobs)):
         raise _malformed(key, "a log-probability is positive or not finite")
     if len(piece.signature) != SIGNATURE_BYTES:
@@ -198,6 +220,10 @@ def _unpacker(num_values: int, kind: str) -> Callable[[bytes], tuple[Any, ...]]:
 
 def _malformed(key: SlotKey, why: str) -> RolloutMalformedError:
     return RolloutMalformedError(f"pieces of slot {key} were refused", why=why)
+
+
+def _stuck(slot: SlotKey, why: str) -> RolloutMalformedError:
+    return RolloutMalformedError(f"slot {slot} cannot go on", why=why)
 
 
 def edge_digest(received: Received) -> Digest:

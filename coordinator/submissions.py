@@ -15,7 +15,7 @@ from coordinator.core.events import RolloutSubmitted
 from coordinator.core.replies import Receipt
 from coordinator.join_service import counted
 from protocol.errors import HexcombError, NotEnrolledError, NoWorkError, UsageError
-from protocol.ids import Digest, LeaseId, PeerId, SlotKey
+from protocol.ids import Digest, LeaseId, PeerId, SlotKey, Version
 from protocol.rollout import Rollout, check_rollout, edges_of, verify_piece
 from protocol.run import RunSpec
 from protocol.v1 import control_pb2
@@ -108,9 +108,16 @@ class Submissions:
 
 def _wish(peer_id: PeerId, lease_id: LeaseId, checked: Checked) -> Wish:
     rollout = checked.rollout
-    segments = tuple((piece.version, len(piece.token_ids)) for piece in rollout.pieces)
-    event = RolloutSubmitted(peer_id, lease_id, rollout.slot, rollout.digest, segments, checked.edges)
+    event = RolloutSubmitted(peer_id, lease_id, rollout.slot, rollout.digest, _segments_of(rollout), checked.edges)
     return event, (rollout_attachment(rollout),)
+
+
+def _segments_of(rollout: Rollout) -> tuple[tuple[Version, int], ...]:
+    """(version, number of tokens), one for each version however many pieces it has: the state keeps them long."""
+    lengths: dict[Version, int] = {}
+    for piece in rollout.pieces:  # their versions do not go backwards
+        lengths[piece.version] = lengths.get(piece.version, 0) + len(piece.token_ids)
+    return tuple(lengths.items())
 
 
 def _receipt(message: control_pb2.Rollout, result: Answer) -> control_pb2.RolloutReceipt:

@@ -7,7 +7,7 @@ word whether this node failed at it.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import structlog
@@ -18,12 +18,15 @@ from node.orders import Lease, SlotWork
 from node.pieces import PieceSender
 from node.slot_orders import make_orders
 from protocol.child import ChildProcess
-from protocol.errors import EngineError, HexcombError, UnreachableError, WorkRefusedError
+from protocol.errors import EngineError, HexcombError, UnreachableError, UsageError, WorkRefusedError
 from protocol.ids import SlotKey, Version
 from protocol.rollout import FinishReason, Piece, Rollout, sign_piece
 
 GATHER_S = 0.3
 MAX_BATCH = 32
+MAX_ROLLOUTS_A_CALL = 1024
+MAX_PIECES_A_CALL = 2048
+"""The coordinator refuses calls that are larger than twice this. A single rollout goes alone, whatever its size."""
 EVENTS_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 10.0
 PIPE_DEADLINE_S = 7 * 86_400.0
@@ -166,8 +169,8 @@ class LeaseWork:
                 return
             num_come += len(batch)
             rollouts = [rollout for event in batch if (rollout := self._rollout(event)) is not None]
-            if rollouts:
-                await self._submit(rollouts)
+            for part in _parts(rollouts):
+                await self._submit(part)
 
     async def _gather(self, generating: "asyncio.Task[Done]") -> list[SlotFilled]:
         """What finished within a moment after the first; empty when generation has ended and nothing comes
@@ -190,11 +193,16 @@ class LeaseWork:
         return batch
 
     async def _submit(self, rollouts: list[Rollout]) -> None:
-        """Hands in until the coordinator answers or the lease has ended."""
+        """Hands in until the coordinator answers or the lease has ended. A call that it cannot take at all is a
+        fault of these slots alone."""
         while True:
             try:
                 receipts = await self.node.control.submit(self.lease.lease_id, rollouts)
                 break
+            except UsageError as error:
+                self._fault = self._fault or error.sentence()
+                log.warning("rollouts refused", lease=self.lease.lease_id, num=len(rollouts), why=error.sentence())
+                return
             except UnreachableError:
                 if time.monotonic() >= self._ends_s:
                     raise
@@ -241,6 +249,19 @@ class LeaseWork:
             await self.node.control.return_lease(self.lease.lease_id, reason=reason[:200], is_fault=is_fault)
         except HexcombError as error:
             log.info("lease not given back; it will expire", lease=self.lease.lease_id, why=error.sentence())
+
+
+def _parts(rollouts: list[Rollout]) -> Iterator[list[Rollout]]:
+    """Rollouts in calls of at most `MAX_PIECES_A_CALL` pieces and `MAX_ROLLOUTS_A_CALL` rollouts, in order."""
+    part, num_pieces = list[Rollout](), 0
+    for rollout in rollouts:
+        num_pieces += len(rollout.pieces)
+        if part and (num_pieces > MAX_PIECES_A_CALL or len(part) >= MAX_ROLLOUTS_A_CALL):
+            yield part
+            part, num_pieces = [], len(rollout.pieces)
+        part.append(rollout)
+    if part:
+        yield part
 
 
 def _finish_reason(text: str) -> FinishReason | None:

@@ -1,8 +1,9 @@
 """Pieces of slots under way, on their way to the coordinator. Impure: the clock.
 
 `PieceSender` gathers the pieces of all leases and hands them in together, so that another node can go on where this one
-is lost. Invariants: at most one call is in flight; the pieces of a slot leave in order and without a hole; what is held
-is bounded, and held only while its slot is worked on. Received is not accepted: a finished rollout is handed in whole.
+is lost. Invariants: at most one call is in flight; the pieces of a slot leave in order and without a hole; what waits
+is bounded; what was handed in is held, for a coordinator that lost it, only while its slot is worked on. Received is not
+accepted: a finished rollout is handed in whole.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from protocol.ids import LeaseId, SlotKey
 from protocol.rollout import Piece
 
 MAX_HELD = 32_768
+"""Pieces that are not handed in yet."""
 MAX_CALL = 2_048
 MUCH = 256
 """So many pieces do not wait for the interval to end, but for an eighth of it."""
@@ -77,7 +79,7 @@ class PieceSender:
     def add(self, lease_id: LeaseId, slot: SlotKey, piece: Piece) -> None:
         """The next piece of a slot."""
         stream = self._streams.setdefault((lease_id, slot), _Stream())
-        if stream.is_cut or sum(len(other.pieces) for other in self._streams.values()) >= MAX_HELD:
+        if stream.is_cut or self._num_waiting() >= MAX_HELD:
             self.counts["pieces/no room"] += 1
             stream.is_cut = True  # what is held already still goes
             return
@@ -109,7 +111,7 @@ class PieceSender:
     async def _wait_until_due(self) -> None:
         while True:
             self._news.clear()
-            num_waiting = sum(len(stream.pieces) - stream.num_in for stream in self._streams.values())
+            num_waiting = self._num_waiting()
             interval_s = self.interval_s / 8 if num_waiting >= MUCH else self.interval_s
             wait_s = self._last_s + interval_s - time.monotonic()
             if num_waiting and wait_s <= 0:
@@ -119,6 +121,9 @@ class PieceSender:
                     await self._news.wait()
             except TimeoutError:
                 continue
+
+    def _num_waiting(self) -> int:
+        return sum(len(stream.pieces) - stream.num_in for stream in self._streams.values())
 
     def _take(self) -> Iterator[SlotProgress]:
         room = MAX_CALL

@@ -28,7 +28,8 @@ log = structlog.get_logger("leases")
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A slot that this node cannot fill; `is_fault` where it is not only that the node is late."""
+    """A slot that this node cannot fill; `is_fault` where that may be this node's doing: not where it is only late, nor
+    where the coordinator gave it pieces that lead nowhere."""
 
     slot: SlotKey
     why: str
@@ -55,7 +56,7 @@ async def _order(node: Node, work: SlotWork, prompt_ids: tuple[int, ...] | None)
         return LeftOut(work.slot, "its prompt does not have the lease's digest", is_fault=True)
     trouble = prefix_trouble(work.pieces, node.spec.sampling)
     if trouble:
-        return LeftOut(work.slot, f"its pieces cannot be gone on from: {trouble}", is_fault=True)
+        return LeftOut(work.slot, f"its pieces cannot be gone on from: {trouble}", is_fault=False)
     loaded = node.state.loaded
     if work.pieces and loaded is not None and loaded[0] < work.pieces[-1].version:
         return LeftOut(work.slot, f"its tokens are of version {work.pieces[-1].version} already", is_fault=False)

@@ -23,6 +23,7 @@ from node.machine import quick_check, require_fit
 from node.settings import read_settings, write_settings
 from protocol.child_session import MAX_LOG_BYTES, open_log
 from protocol.errors import DaemonNotRunningError, HexcombError, MachineUnfitError, UnreachableError
+from protocol.heap import steady_heap
 from protocol.local_socket import ask
 
 DETACH_DEADLINE_S = 60.0
@@ -61,6 +62,7 @@ def start(folder: Path, *, detach: bool) -> None:
         _start_detached(home)
         return
     set_up_logging(home)
+    steady_heap()
     if uvloop.run(run_daemon(home, settings)):
         raise KeyboardInterrupt
 

@@ -42,6 +42,9 @@ MAX_EVALUATIONS_DUE = 8
 
 MAX_DEAD_LETTERS = 100
 
+MAX_RETIRED = 32_768
+"""Finished groups whose late duplicates are known; commits forget them sooner."""
+
 FAILURE_ALPHA = 0.1
 """Weight of the newest slot in a node's share of failures (an exponential moving average)."""
 
@@ -288,6 +291,8 @@ def _retire(state: State, index: int) -> None:
         state.retired_tally[slot.status] += 1
     fills = tuple((s.peer_id, s.digest) if s.peer_id and s.digest else None for s in group.slots)
     state.retired[index] = Retired(group.task, group.version, state.versions[-1].version, fills)
+    if len(state.retired) > MAX_RETIRED:
+        del state.retired[next(iter(state.retired))]
 
 
 def _seal(state: State, fact: f.RoundSealed) -> None:

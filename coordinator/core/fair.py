@@ -12,13 +12,12 @@ from protocol.ids import PeerId
 
 def next_turn(credits: MutableMapping[PeerId, float], weights: Mapping[PeerId, float]) -> PeerId:
     """Whose turn it is among those that have a weight; ties go by peer id. `credits` (turns that are due, less turns
-    had) is brought up to date, and loses those that have no weight. Weights that are not positive count as little."""
+    had) is brought up to date for these; who is gone for good the caller removes. Weights that are not positive count
+    as little."""
     total = sum(max(weight, 0.0) for weight in weights.values())
     floor = total * 1e-6 or 1.0
     shares = {peer: max(weight, floor) for peer, weight in weights.items()}
     whole = sum(shares.values())
-    for gone in [peer for peer in credits if peer not in shares]:
-        del credits[gone]
     for peer, share in shares.items():
         shares[peer] = share / whole
         credits[peer] = credits.get(peer, 0.0) + shares[peer]

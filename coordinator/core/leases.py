@@ -35,7 +35,10 @@ FIRST_GROUPS = 4
 """Groups' worth of slots that a node may hold before it has filled any."""
 
 OTHERS_MS = 10_000
-"""A node gets a slot again that it failed to fill only if no other node asked for work for so long."""
+"""So long a slot is kept from the node that failed it, if another one asked for work meanwhile."""
+
+MAX_PAUSE_MS = 60_000
+"""A node that fails one lease after another gets work after growing pauses, up to this one."""
 
 
 def request_work(turn: Turn, event: WorkRequested) -> Grant:
@@ -55,6 +58,8 @@ def request_work(turn: Turn, event: WorkRequested) -> Grant:
         )
     _drop_stale_prefixes(turn, slots)
     deadline_ms = turn.now_ms + lease_span_ms(turn, event.peer_id, tuple(slot.task for slot in slots))
+    for slot in slots:
+        turn.soft.failed_ms.pop((slot.task.index, slot.sample), None)
     turn.emit(LeaseGranted(event.lease_id, event.peer_id, slots, opened, deadline_ms, turn.now_ms))
     return Grant(event.lease_id, slots, deadline_ms)
 
@@ -73,7 +78,8 @@ def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tupl
     count = allowed_now(
         turn, event.peer_id, num_wanted=wanted, num_there=num_there, room_of=lambda peer: _room(turn, peer)
     )
-    note_served(turn, event.peer_id, num_wanted=wanted, num_got=count)
+    is_behind = event.version < turn.require_head().version
+    note_served(turn, event.peer_id, num_wanted=wanted, num_got=count, is_behind=is_behind)
     old = old[:count]
     if turn.rules.spec.environment.num_tasks and count - len(old) > group_size:
         count -= (count - len(old)) % group_size  # the rest of a long group would go to whoever asks next
@@ -148,6 +154,14 @@ def _check_node(turn: Turn, event: WorkRequested) -> None:
         )
     if turn.is_stopped:
         raise NoWorkError("there is no more work", why="the run has reached its last version")
+    num_faults, failed_ms = turn.soft.faults.get(event.peer_id, (0, 0))
+    pause_ms = min(MAX_PAUSE_MS, 1000 * 2 ** min(num_faults - 1, 10)) if num_faults > 1 else 0
+    if turn.now_ms < failed_ms + pause_ms:
+        raise NoWorkError(
+            f"node {event.peer_id} gets no work yet",
+            why=f"it failed its last {num_faults} leases",
+            remedy=f"Ask again in {(failed_ms + pause_ms - turn.now_ms) / 1000:.0f} s; see its log for the reason.",
+        )
 
 
 def _check_version(turn: Turn, event: WorkRequested) -> None:
@@ -193,7 +207,7 @@ def _has_others(turn: Turn, peer_id: PeerId) -> bool:
 
 
 def _room(turn: Turn, peer_id: PeerId) -> int:
-    """Slots that another node could take if it asked now, with the version that it was last seen with."""
+    """Slots that another node could take if it asked again now, with the version that it was last seen with."""
     version = turn.soft.live[peer_id].presence.version
     most = _allowance(turn, peer_id)
     is_in_step = is_fresh(v_train=turn.require_head().version, v_token=version, max_lag=turn.max_lag)
@@ -212,7 +226,9 @@ def _waiting_slots(turn: Turn, peer_id: PeerId, *, version: Version) -> Iterator
         group = turn.state.groups[index]
         slot = group.slots[sample]
         newest = slot.prefix.segments[-1][0] if slot.prefix else group.version
-        if newest <= version and not (has_others and slot.failed_by == peer_id):
+        failed_ms = turn.soft.failed_ms.get((index, sample), 0)
+        is_kept = has_others and slot.failed_by == peer_id and turn.now_ms - failed_ms < OTHERS_MS
+        if newest <= version and not is_kept:
             yield group.key(sample)
 
 

@@ -44,6 +44,7 @@ def submit(turn: Turn, event: RolloutSubmitted) -> Receipt:
         _close_if_done(turn, event)
         detail = f"its newest token is of version {newest}, the newest version is {head}, the bound {turn.max_lag}"
         return Receipt(event.slot, "VERSION_TOO_OLD", detail)
+    turn.soft.faults.pop(event.peer_id, None)
     turn.emit(RolloutAccepted(event.slot, event.lease_id, event.peer_id, event.digest, event.segments, turn.now_ms))
     _close_if_done(turn, event)
     turn.ask(ScoreRollout(event.slot))

@@ -5,51 +5,69 @@ what a node says of itself counts only until then.
 """
 
 from coordinator.core.live import is_live, live_in_role
+from coordinator.core.soft import Totals
 from coordinator.core.turn import Turn
 from protocol.ids import PeerId, TaskKey
 
 MIN_LEASE_S = 10.0
 """No deadline is shorter: what is measured of short leases says little."""
 
+PATIENCE = 8
+
 SAFETY = 4.0
 """A lease may take so many times what the measured rate makes it expect."""
 
-TOTAL_MS = 1000
-"""How long the sum over all nodes holds: with thousands of nodes it is not taken at each request."""
+TOTAL_MS, FEW_NODES = 1000, 64
+"""How long the sums over all nodes hold where there are more than a few: they are not taken at each request."""
 
 
 def rate_of(turn: Turn, peer_id: PeerId) -> float:
-    """Tokens per second; 0 = nothing is known."""
-    measured = turn.state.nodes[peer_id].rate
-    if measured > 0:
-        return measured
-    known = turn.soft.capabilities.get(peer_id)
-    return max(known.decode_tokens_per_s, 0.0) if known else 0.0
+    """Tokens per second; 0 = nothing is known. What a node says of itself counts for no more than the best that was
+    measured of any."""
+    return _rate(turn, peer_id, best=_totals(turn).best_measured)
 
 
 def weight_of(turn: Turn, peer_id: PeerId) -> float:
     """What a node's wish counts for: its rate, less the share of its slots that it fails to fill."""
-    return rate_of(turn, peer_id) * (1 - turn.state.nodes[peer_id].failure)
+    return _weight(turn, peer_id, best=_totals(turn).best_measured)
 
 
 def part_of(turn: Turn, peer_id: PeerId) -> float:
     """The node's part of the speed of all living rollout nodes, in 0..1."""
-    soft = turn.soft
-    if soft.totals is None or turn.now_ms - soft.totals[0] >= TOTAL_MS or len(soft.live) <= 64:
+    totals = _totals(turn)
+    return min(1.0, weight_of(turn, peer_id) / totals.weight) if totals.weight > 0 else 1 / max(1, totals.num_nodes)
+
+
+def _rate(turn: Turn, peer_id: PeerId, *, best: float) -> float:
+    measured = turn.state.nodes[peer_id].rate
+    if measured > 0:
+        return measured
+    known = turn.soft.capabilities.get(peer_id)
+    claim = max(known.decode_tokens_per_s, 0.0) if known else 0.0
+    return min(claim, best) if best > 0 else claim
+
+
+def _weight(turn: Turn, peer_id: PeerId, *, best: float) -> float:
+    return _rate(turn, peer_id, best=best) * (1 - turn.state.nodes[peer_id].failure)
+
+
+def _totals(turn: Turn) -> Totals:
+    """Of the living rollout nodes; where there are many, as of a moment ago."""
+    soft, nodes = turn.soft, turn.state.nodes
+    holds_ms = TOTAL_MS if len(soft.live) > FEW_NODES else 0
+    if soft.totals is None or turn.now_ms - soft.totals.at_ms > holds_ms:
         peers = live_in_role(turn, "rollout")
-        soft.totals = (turn.now_ms, sum(rate_of(turn, peer) for peer in peers), len(peers))
-    _, total, num_nodes = soft.totals
-    rate = rate_of(turn, peer_id)
-    return min(1.0, rate / total) if total > 0 else 1 / max(1, num_nodes)
+        best = max((nodes[peer].rate for peer in peers), default=0.0)
+        weight = sum(_weight(turn, peer, best=best) for peer in peers)
+        soft.totals = Totals(turn.now_ms, best, weight, len(peers))
+    return soft.totals
 
 
 def is_slow(turn: Turn, peer_id: PeerId) -> bool:
     """Whether the node is slower than the mean of the living rollout nodes."""
     if not is_live(turn, peer_id, role="rollout"):
         return False
-    part = part_of(turn, peer_id)
-    assert turn.soft.totals is not None
-    return part * turn.soft.totals[2] < 1.0 - 1e-9
+    return part_of(turn, peer_id) * _totals(turn).num_nodes < 1.0 - 1e-9
 
 
 def expected_length(turn: Turn, task: TaskKey) -> float:
@@ -68,10 +86,12 @@ def length_of(turn: Turn, index: int) -> int:
 
 
 def lease_span_ms(turn: Turn, peer_id: PeerId, tasks: tuple[TaskKey, ...]) -> int:
-    """How long a lease over one slot of each of `tasks` (with repeats) may take, on top of what the node holds."""
+    """How long a lease over one slot of each of `tasks` (with repeats) may take, on top of what the node holds. A node
+    that has filled nothing yet has the longest time, and less of it with each slot that it fails."""
     spec, node = turn.rules.spec, turn.state.nodes[peer_id]
     if node.rate <= 0:
-        return round(spec.lease_s * 1000)
+        patience_s = spec.lease_s * (1 - node.failure) ** PATIENCE
+        return round(min(max(patience_s, MIN_LEASE_S), spec.lease_s) * 1000)
     mean = turn.state.mean_length or spec.sampling.max_new_tokens
     num_tokens = node.num_leased * mean + sum(expected_length(turn, task) for task in tasks)
     span_s = SAFETY * num_tokens / node.rate

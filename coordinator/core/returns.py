@@ -48,7 +48,10 @@ def close_lease(
     turn: Turn, lease_id: LeaseId, how: LeaseEnd, *, reason: str, is_fault: bool, is_try: bool = False
 ) -> None:
     """Takes back what is unfilled of a lease."""
-    places = list(turn.state.leases[lease_id].slots)
+    places, peer_id = list(turn.state.leases[lease_id].slots), turn.state.leases[lease_id].peer_id
+    if is_fault and places:
+        turn.soft.faults[peer_id] = (turn.soft.faults.get(peer_id, (0, 0))[0] + 1, turn.now_ms)
+        turn.soft.failed_ms.update(dict.fromkeys(places, turn.now_ms))
     turn.emit(LeaseClosed(lease_id, how, reason, is_fault, is_try))
     for place in places:
         _keep_prefix(turn, place)
@@ -58,9 +61,18 @@ def close_lease(
             settle(turn, place[0])
 
 
-def close_leases_of(turn: Turn, peer_id: PeerId, how: LeaseEnd, *, reason: str, is_fault: bool) -> None:
-    """Takes all leases of a node back, and tells it if it is alive."""
-    held = tuple(key for key, lease in turn.state.leases.items() if lease.peer_id == peer_id)
+def leases_by_peer(turn: Turn) -> dict[PeerId, tuple[LeaseId, ...]]:
+    """The open leases of each node."""
+    held: dict[PeerId, tuple[LeaseId, ...]] = {}
+    for lease_id, lease in turn.state.leases.items():
+        held[lease.peer_id] = (*held.get(lease.peer_id, ()), lease_id)
+    return held
+
+
+def close_all(
+    turn: Turn, peer_id: PeerId, held: tuple[LeaseId, ...], how: LeaseEnd, *, reason: str, is_fault: bool
+) -> None:
+    """Takes the leases of a node back, and tells it if it is alive."""
     for lease_id in held:
         close_lease(turn, lease_id, how, reason=reason, is_fault=is_fault)
     if held and peer_id in turn.soft.live:

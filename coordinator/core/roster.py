@@ -9,11 +9,11 @@ from coordinator.core.apply import STRIKES_TO_FAIL
 from coordinator.core.effects import AssignRole
 from coordinator.core.events import CapabilityLearned, NodeSeen, SessionEnded
 from coordinator.core.facts import LeaseExtended, NodeLost, RoleGiven
-from coordinator.core.returns import close_leases_of
+from coordinator.core.returns import close_all, leases_by_peer
 from coordinator.core.roles import Candidate, decide_roles
 from coordinator.core.soft import Sighting
 from coordinator.core.turn import Turn
-from protocol.ids import PeerId
+from protocol.ids import LeaseId, PeerId
 
 HEARTBEATS_TO_LOSS = 3
 HEARTBEATS_AFTER_BREAK = 2
@@ -52,16 +52,20 @@ def watch_nodes(turn: Turn) -> None:
     return_ms = return_time_ms(turn)
     if turn.soft.thawed_ms is not None and turn.now_ms - turn.soft.thawed_ms <= return_ms:
         return  # streams that broke meanwhile end only now, and their nodes come back one by one
-    for peer_id, sighting in list(turn.soft.live.items()):
+    lost: dict[PeerId, str] = {}
+    for peer_id, sighting in turn.soft.live.items():
         if turn.now_ms - sighting.seen_ms > HEARTBEATS_TO_LOSS * heartbeat_ms:
-            _lose(turn, peer_id, f"no sign of life for {HEARTBEATS_TO_LOSS} heartbeats")
+            lost[peer_id] = f"no sign of life for {HEARTBEATS_TO_LOSS} heartbeats"
         elif sighting.ended_ms is not None and (
             turn.now_ms - sighting.ended_ms > HEARTBEATS_AFTER_BREAK * heartbeat_ms
         ):
-            _lose(turn, peer_id, "its stream broke and it did not come back")
+            lost[peer_id] = "its stream broke and it did not come back"
     if turn.now_ms - (turn.soft.started_ms or 0) > return_ms:
         for peer_id in [peer for peer in turn.state.roles if peer not in turn.soft.live]:
-            _lose(turn, peer_id, "it did not come back after the coordinator's restart")
+            lost[peer_id] = "it did not come back after the coordinator's restart"
+    held = leases_by_peer(turn) if lost else {}
+    for peer_id, reason in lost.items():
+        _lose(turn, peer_id, reason, held.get(peer_id, ()))
 
 
 def return_time_ms(turn: Turn) -> int:
@@ -71,15 +75,18 @@ def return_time_ms(turn: Turn) -> int:
 
 def forgive_own_silence(turn: Turn) -> None:
     """Time in which the coordinator itself stood still (a frozen or starved process) is nobody's silence. Timers fire
-    several times a heartbeat; a longer gap between two of them is added to every last sign of life and every lease."""
+    several times a heartbeat; what a gap between two of them has over that is added to every last sign of life, and,
+    where it is long, to every lease. Nodes then have time to come back, but not again and again."""
     soft, longest_ms = turn.soft, round(turn.rules.spec.heartbeat_s * 1000)
-    gap_ms = 0 if soft.watched_ms is None else turn.now_ms - soft.watched_ms
+    gap_ms = 0 if soft.watched_ms is None else turn.now_ms - soft.watched_ms - longest_ms
     soft.watched_ms = turn.now_ms
-    if gap_ms <= longest_ms:
+    if gap_ms <= 0:
         return
-    soft.thawed_ms = turn.now_ms
-    for lease_id, lease in turn.state.leases.items():
-        turn.emit(LeaseExtended(lease_id, lease.deadline_ms + gap_ms))
+    if gap_ms >= longest_ms:
+        if soft.thawed_ms is None or turn.now_ms - soft.thawed_ms > 2 * return_time_ms(turn):
+            soft.thawed_ms = turn.now_ms
+        for lease_id, lease in turn.state.leases.items():
+            turn.emit(LeaseExtended(lease_id, lease.deadline_ms + gap_ms))
     soft.started_ms = (soft.started_ms or 0) + gap_ms
     for sighting in soft.live.values():
         sighting.seen_ms = min(sighting.seen_ms + gap_ms, turn.now_ms)
@@ -87,12 +94,12 @@ def forgive_own_silence(turn: Turn) -> None:
             sighting.ended_ms = min(sighting.ended_ms + gap_ms, turn.now_ms)
 
 
-def _lose(turn: Turn, peer_id: PeerId, reason: str) -> None:
+def _lose(turn: Turn, peer_id: PeerId, reason: str, held: tuple[LeaseId, ...]) -> None:
     turn.soft.live.pop(peer_id, None)
     turn.soft.tardy.discard(peer_id)
     turn.soft.roles_dirty = True
     if peer_id in turn.state.roles:
-        close_leases_of(turn, peer_id, "expired", reason=f"the node was lost: {reason}", is_fault=True)
+        close_all(turn, peer_id, held, "expired", reason=f"the node was lost: {reason}", is_fault=True)
         turn.emit(NodeLost(peer_id, reason))
 
 
@@ -121,7 +128,8 @@ def assign_roles(turn: Turn) -> None:
     )
     for peer_id, given in changes.items():
         if given.role != "rollout":
-            close_leases_of(turn, peer_id, "returned", reason="its role changed", is_fault=False)
+            held = leases_by_peer(turn).get(peer_id, ())
+            close_all(turn, peer_id, held, "returned", reason="its role changed", is_fault=False)
         turn.emit(RoleGiven(peer_id, given.role, given.reason))
         turn.ask(AssignRole(peer_id, given.role, given.reason))
 

@@ -46,6 +46,16 @@ class Advance:
     at_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of the living rollout nodes at a time: the best measured rate, the sum of what their wishes count, how many."""
+
+    at_ms: int
+    best_measured: float
+    weight: float
+    num_nodes: int
+
+
 @dataclass(slots=True)
 class Hunger:
     """What a node still wants: slots, when it last asked, how many of those that are free are kept for it, and how many
@@ -53,7 +63,7 @@ class Hunger:
 
     num_wanted: int
     asked_ms: int
-    num_allotted: int
+    num_allotted: int = 0
     num_usable: int = 0
 
 
@@ -63,9 +73,9 @@ class Soft:
     the process last came out of a standstill. `tardy` trainers made a round wait in vain and are not waited for again
     until they are ready. `attestations` belong to the open round, which dies with the process. `progress` is how far
     leased slots have come, by (group index, sample), `newest_piece_ms` when anything last came of a node. `hungry` and
-    `credits` are for sharing scarce work, `askers` the last two nodes that asked for it and when, `totals` (when, sum
-    of rates, number) of the rollout nodes. `old_slots_since_ms` is since when a round waits for old
-    slots."""
+    `credits` are for sharing scarce work, `askers` the last two nodes that asked for it and when, `faults` how many
+    leases a node failed in a row and when, `failed_ms` when a slot was last failed. `old_slots_since_ms` is since when
+    a round waits for old slots."""
 
     started_ms: int | None = None
     watched_ms: int | None = None
@@ -86,5 +96,8 @@ class Soft:
     hungry: dict[PeerId, Hunger] = field(default_factory=dict)
     credits: dict[PeerId, float] = field(default_factory=dict)
     askers: tuple[tuple[PeerId, int], ...] = ()
-    totals: tuple[int, float, int] | None = None
+    totals: Totals | None = None
+    rooms_ms: int = 0
+    faults: dict[PeerId, tuple[int, int]] = field(default_factory=dict)
+    failed_ms: dict[tuple[int, int], int] = field(default_factory=dict)
     old_slots_since_ms: int | None = None

@@ -32,6 +32,7 @@ from node.compute.messages import (
 from node.torch_guard import block_broken_extras
 from protocol.child import Emit, serve
 from protocol.errors import EngineError, MachineUnfitError
+from protocol.heap import steady_heap
 
 if TYPE_CHECKING:
     from node.rollout.worker import RolloutJob
@@ -121,4 +122,5 @@ async def main(socket_path: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
+    steady_heap()
     asyncio.run(main(parser.parse_args().socket))

@@ -72,8 +72,10 @@ class Place:
     leaves: list[tuple[str, str]]
 
 
-async def enrol(coordinator: Coordinator, home: CoordinatorHome, num_nodes: int) -> list[tuple[str, str]]:
-    """A place for one trainer and `num_nodes` rollout nodes; their leaves."""
+async def enrol(
+    coordinator: Coordinator, home: CoordinatorHome, num_nodes: int, *, num_leaves: int | None = None
+) -> list[tuple[str, str]]:
+    """A place for one trainer and `num_nodes` rollout nodes; leaves of the first `num_leaves` (None = of all)."""
     expires_ms, submit = clock_ms() + 3_600_000, coordinator.authority.submit
     for role in ("trainer", "rollout"):
         await submit(InviteCreated(InviteId(role), "00", num_nodes + 1, expires_ms, role))  # type: ignore[arg-type]
@@ -84,7 +86,7 @@ async def enrol(coordinator: Coordinator, home: CoordinatorHome, num_nodes: int)
     request = certificate_request(key_pem, peer_id=identities[0].peer_id)
     return [
         (issue_leaf(home.identity, request, peer_id=one.peer_id, now_ms=clock_ms()).decode(), key_pem.decode())
-        for one in identities
+        for one in identities[:num_leaves]
     ]
 
 

@@ -12,10 +12,10 @@ from coordinator.core import events as e
 from coordinator.core.effects import AnnounceVersion, AssignRole, ScoreRollout
 from coordinator.core.handle import Core
 from coordinator.core.replies import Grant, Receipt
-from coordinator.core.state import State, encode_state
+from coordinator.core.state import Group, Slot, State, encode_state
 from coordinator.journal import Entry, Journal
 from protocol.errors import InviteUnknownError, JournalError, LeaseUnknownError
-from protocol.ids import Digest, InviteId, LeaseId, PeerId, SlotKey, Version
+from protocol.ids import Digest, InviteId, LeaseId, PeerId, SlotKey, TaskKey, Version
 from protocol.manifest import Body, SignedManifest
 from tests.coordinator.world import BASE, RUN_ID, make_body, make_rules
 
@@ -186,6 +186,24 @@ async def test_effects_come_in_order(bench: Bench) -> None:
     await bench.fill(grant, grant.slots[0])
     kinds = [type(bench.authority.effects.get_nowait()) for _ in range(bench.authority.effects.qsize())]
     assert kinds == [AnnounceVersion, AssignRole, AssignRole, ScoreRollout]
+
+
+async def test_a_start_asks_for_as_much_as_the_state_holds(tmp_path: Path) -> None:
+    """Nobody reads the effects before the first answer."""
+    core, num_groups = Core(make_rules(num_trainers=1)), 8300
+    for index in range(num_groups):
+        group = Group(TaskKey("sums", 7, index), Version(0), [Slot("accepted") for _ in range(8)])
+        core.state.groups[index] = group
+    core.state.tally["accepted"] = core.state.num_issued = 8 * num_groups
+    journal = SlowJournal(tmp_path / "journal.db")
+    authority = Authority(core, journal, clock=Clock(), sealer=seal)
+    running = asyncio.create_task(authority.run())
+    await asyncio.wait_for(authority.submit(e.CoordinatorStarted()), DEADLINE_S)
+    asked = [authority.effects.get_nowait() for _ in range(authority.effects.qsize())]
+    assert sum(isinstance(effect, ScoreRollout) for effect in asked) == 8 * num_groups
+    running.cancel()
+    await asyncio.wait([running], timeout=DEADLINE_S)
+    journal.close()
 
 
 async def test_failed_commit_ends_the_authority_and_answers_nobody_well(bench: Bench) -> None:

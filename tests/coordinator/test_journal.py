@@ -11,7 +11,8 @@ import pytest
 
 from coordinator import journal as journal_module
 from coordinator.core import apply as apply_module
-from coordinator.core.facts import Fact, RolloutAccepted, VersionCommitted
+from coordinator.core import events as e
+from coordinator.core.facts import Fact, GroupDropped, RolloutAccepted, VersionCommitted
 from coordinator.core.state import encode_state
 from coordinator.failpoints import NAMES
 from coordinator.journal import Entry, Journal
@@ -147,6 +148,26 @@ def test_rollouts_and_manifests_are_kept_while_they_are_needed(book: Book) -> No
     assert newest == reader.manifest(Version(16))
     assert newest.payload == book.world.core.state.roots[Version(16)].encode()
     assert reader.manifest(Version(17)) is None
+    book.journal.close()
+
+
+def test_rollouts_of_a_dropped_group_go_with_it(book: Book) -> None:
+    grant = book.world.lease(num_slots=4)
+    for slot in grant.slots:
+        book.world.submit(grant, slot)
+    book.write()
+    dropped, kept = {slot.task.index: slot for slot in grant.slots}.values()
+    for slot in grant.slots:
+        if slot.task == dropped.task:
+            book.world.do(e.RolloutScored(slot, None))
+    assert any(isinstance(fact, GroupDropped) for fact in book.world.facts)
+    book.write()
+    assert book.sql("SELECT DISTINCT task FROM rollout") == [(kept.task.index,)]
+    assert book.world.submit(grant, dropped).outcome == "DUPLICATE"
+    state = book.world.core.state
+    book.reopen()
+    assert encode_state(book.journal.reader.recover()) == encode_state(state)
+    assert book.journal.reader.check_content(state) == 2
     book.journal.close()
 
 

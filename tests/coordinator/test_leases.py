@@ -105,6 +105,9 @@ def test_a_node_that_fills_nothing_gets_less_and_less_whatever_it_claims() -> No
             world.see_all()
     assert (sizes[0], sizes[-1]) == (8, 1)
     assert sizes == sorted(sizes, reverse=True)
+    for _ in range(60):
+        world.tick(1.0)
+        world.see_all()
     for _ in range(6):
         grant = world.lease("r0", 1000)
         sizes.append(len(grant.slots))

@@ -44,6 +44,12 @@ def hold(world: World, num_versions: int) -> None:
         world.do(e.LeaseReturned(PeerId("r0"), held.lease_id))
 
 
+def live_for(world: World, seconds: int) -> None:
+    for _ in range(seconds):
+        world.tick(1.0)
+        world.see_all()
+
+
 def lose(world: World, name: str) -> None:
     for _ in range(4):
         world.tick(1.0)
@@ -135,24 +141,16 @@ def test_without_progress_it_ends_at_its_deadline(world: World) -> None:
 
 def test_a_slot_that_everybody_fails_is_a_dead_letter(world: World) -> None:
     """And its group goes on without it."""
-    world.lease("r1", 2)
-    poison = None
-    for turn in range(2 * returns.MAX_TRIES):
+    for turn in range(returns.MAX_TRIES):
         name = f"r{turn % 2}"
-        try:
-            grant = world.lease(name, 1)
-        except NoWorkError:
-            continue
-        poison = poison or grant.slots[0]
-        if grant.slots[0] != poison:
-            world.do(e.LeaseReturned(PeerId(name), grant.lease_id))
-            continue
-        world.do(e.LeaseReturned(PeerId(name), grant.lease_id, "the prompt cannot be made", is_fault=True))
-        if world.core.books().failed:
-            break
+        grant = world.lease(name, 1)
+        assert grant.slots[0].sample == 0
+        assert world.core.books().failed == 0
+        world.do(e.LeaseReturned(PeerId(name), grant.lease_id, "token out of range", is_fault=True))
+        live_for(world, 61)
     (letter,) = world.core.state.dead_letters
-    assert letter.slot == poison
-    assert "the prompt cannot be made" in letter.reason
+    assert letter.slot == grant.slots[0]
+    assert "token out of range" in letter.reason
     assert world.core.books().failed == 1
 
 
@@ -211,3 +209,16 @@ def test_slots_that_all_stand_still_are_left_to_the_deadline(world: World) -> No
         world.tick(1.0)
         world.see_all()
     assert not world.asked(CancelSlots)
+
+
+def test_a_node_that_fails_again_and_again_is_given_time_to_think(world: World) -> None:
+    """So that it cannot burn through the tasks; one slot that it fills is enough to go on at once."""
+    for _ in range(2):
+        grant = world.lease("r0", 1)
+        world.do(e.LeaseReturned(PeerId("r0"), grant.lease_id, "the engine failed", is_fault=True))
+    with pytest.raises(NoWorkError, match="failed its last 2 leases"):
+        world.lease("r0", 1)
+    live_for(world, 3)
+    grant = world.lease("r0", 1)
+    world.submit(grant, grant.slots[0])
+    assert world.lease("r0", 1)

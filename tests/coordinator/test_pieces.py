@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator import pieces as pieces_module
+from coordinator import received as received_module
 from coordinator.core.state import Slot
 from coordinator.piece_file import PieceFile
 from coordinator.received import checked_prefix, pieces_in
@@ -102,6 +103,7 @@ BAD: dict[str, Callable[[common_pb2.Piece], None]] = {
     "a version that does not exist": with_fields(version=4),
     "a short signature": with_fields(signature=b"s" * 63),
     "no signature": with_fields(signature=b""),
+    "tokens after a stop id": with_fields(token_ids=pack_ids((5, 1, 5))),
 }
 
 
@@ -159,6 +161,38 @@ def test_a_flood_fills_no_memory(desk: Desk) -> None:
     for slot in strangers:
         assert desk.say(piece(0, 5, slot=slot), slot=slot).unwanted == [slot_message(slot)]
     assert desk.store.num_slots == 1
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_nothing_follows_a_stop_id(desk: Desk, is_restarted: bool) -> None:
+    for stopped in ((piece(0, 5, 1), piece(2, 7)), (piece(0, 5), piece(1, 1), piece(2, 7))):
+        desk.say(*stopped)
+    assert (desk.refusals, desk.starts) == ({RolloutMalformedError.code: 2}, [])
+    desk.say(piece(0, 5, 1))
+    if is_restarted:
+        await desk.store.tick()
+        desk.store.close()
+        desk.store = desk.open()
+    desk.say(piece(2, 7))
+    assert (desk.refusals, desk.starts) == ({RolloutMalformedError.code: 3}, [0])
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_of_one_slot_so_many_pieces_are_taken(
+    desk: Desk, is_restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after them is neither a fault nor a gap: it would be handed in again for ever."""
+    monkeypatch.setattr(received_module, "MAX_PIECES", 5)
+    tiny = [piece(start, 5) for start in range(10)]
+    desk.say(*tiny[:3])
+    if is_restarted:
+        await desk.store.tick()
+        desk.store.close()
+        desk.store = desk.open()
+    for pieces in (tiny[3:7], tiny[7:], tiny):
+        answer = desk.say(*pieces)
+        assert (answer.gaps, answer.unwanted, desk.starts) == ([], [], [0, 1, 2, 3, 4])
+    assert not desk.refusals
 
 
 # Who may add

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator import received as received_module
 from coordinator.core.state import Prefix
 from coordinator.received import Received, checked_prefix
 from protocol.errors import HexcombError, RolloutMalformedError, UnauthenticatedError
@@ -25,7 +26,7 @@ def test_edges_from_the_bytes_of_the_wire_are_those_of_the_pieces(
 ) -> None:
     pieces, start = list[Piece](), 0
     for length, version in zip(lengths, sorted(versions), strict=False):
-        ids = tuple((seed + start + n) % 1000 for n in range(length))
+        ids = tuple(2 + (seed + start + n) % 998 for n in range(length))  # 1 is the stop id
         logprobs = to_float32(tuple(-1.0 / (1 + n + seed) for n in range(length)))
         pieces.append(Piece(FOX.peer_id, Version(version), start, ids, logprobs, b"s" * 64))
         start += length
@@ -40,15 +41,24 @@ def test_edges_from_the_bytes_of_the_wire_are_those_of_the_pieces(
     assert [version for version, _ in at_once.segments] == sorted({each.version for each in pieces})
 
 
-def test_a_prefix_that_does_not_hold_goes_to_nobody() -> None:
+def long_pieces(num_tokens: int, length: int) -> tuple[Piece, ...]:
+    return tuple(piece(start, *[5] * length) for start in range(0, num_tokens, length))
+
+
+def test_a_prefix_that_does_not_hold_goes_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = (piece(0, 5, 1), piece(2, 7))
+    ended, whole, tiny = (piece(0, 5, 1),), long_pieces(100, 4), long_pieces(50, 1)
+    monkeypatch.setattr(received_module, "MAX_PIECES", 49)
     forged = replace(THREE[1], signature=bytes(64))
     cases: dict[str, tuple[tuple[Piece, ...], Prefix, type[HexcombError], str]] = {
         "nothing is here": ((), prefix_of(*THREE), RolloutMalformedError, "no longer here"),
         "its end is missing": (THREE[:2], prefix_of(*THREE), RolloutMalformedError, "no longer here"),
         "another prefix": (THREE, prefix_of(piece(0, 5)), RolloutMalformedError, "no longer here"),
         "forged": ((THREE[0], forged), prefix_of(THREE[0], forged), UnauthenticatedError, "not one of"),
-        "after a stop id": (stopped, prefix_of(*stopped), RolloutMalformedError, "after a stop id"),
+        "after a stop id": (stopped, prefix_of(*stopped), RolloutMalformedError, "holds a stop id"),
+        "at its stop id": (ended, prefix_of(*ended), RolloutMalformedError, "holds a stop id"),
+        "nothing is left to sample": (whole, prefix_of(*whole), RolloutMalformedError, "as long as"),
+        "too many pieces": (tiny, prefix_of(*tiny), RolloutMalformedError, "more than 49 pieces"),
     }
     for name, (pieces, prefix, kind, match) in cases.items():
         frames = [progress_of(each).SerializeToString() for each in pieces]
@@ -57,3 +67,6 @@ def test_a_prefix_that_does_not_hold_goes_to_nobody() -> None:
         assert type(caught.value) is kind, name
     frames = [progress_of(*THREE).SerializeToString()]
     assert checked_prefix(frames, SLOT, prefix_of(*THREE[:2]), spec=SPEC) == [piece_message(each) for each in THREE[:2]]
+    almost = long_pieces(98, 2)
+    frames = [progress_of(*almost).SerializeToString()]
+    assert len(checked_prefix(frames, SLOT, prefix_of(*almost), spec=SPEC)) == 49

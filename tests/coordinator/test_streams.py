@@ -1,18 +1,20 @@
 """Sessions under bad callers: who is silent, deaf, doubled or rude loses its stream, and nobody else does."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
 from coordinator import control_service
+from coordinator.announcements import Announcer
 from node.orders import RoundAborted, Welcome, order_of
 from protocol.errors import (
     HexcombError,
     UnreachableError,
     UsageError,
 )
+from protocol.ids import Version
 from protocol.v1 import control_pb2
 from tests.coordinator.office import DEADLINE_S, Member, Office, typed
 
@@ -127,3 +129,22 @@ async def test_hostile_words_in_hello_and_heartbeat_are_made_harmless(office: Of
     assert (capability.decode_tokens_per_s, capability.train_tokens_per_s, capability.memory_bytes) == (0.0, 0.0, 0)
     assert (presence.tokens_per_s, len(presence.root), len(presence.versions_held)) == (0.0, 64, 16)
     call.cancel()
+
+
+async def test_a_node_that_comes_while_a_version_is_being_committed_is_greeted(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its announcement follows on the open stream."""
+    _, rollout = await office.swarm()
+    authority, nothing = office.coordinator.authority, cast(Any, None)
+
+    async def not_yet(version: Version) -> None:
+        assert version == office.head[0]
+
+    monkeypatch.setattr(authority, "manifest", not_yet)
+    announcer = Announcer(office.home, nothing, authority, nothing, nothing, nothing, office.clock)
+    messages = await announcer.greeting(rollout.identity.peer_id)
+    assert [message.WhichOneof("message") for message in messages] == ["role_assigned"]
+    monkeypatch.undo()
+    messages = await announcer.greeting(rollout.identity.peer_id)
+    assert [message.WhichOneof("message") for message in messages] == ["version_announced", "role_assigned"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.grader import Grader
+from coordinator.submissions import _segments_of
 from protocol.errors import (
     UsageError,
 )
@@ -220,3 +221,14 @@ async def test_too_many_rollouts_or_pieces_in_one_call_are_refused(office: Offic
         with office.refuses(UsageError, match="smaller parts"):
             await handed_in(rollout, lease.lease_id, *messages)
     assert await handed_in(rollout, lease.lease_id, good) == ["ACCEPTED"]
+
+
+async def test_the_state_keeps_one_segment_for_each_version(office: Office) -> None:
+    _, rollout = await office.swarm()
+    lease = await rollout.lease(2)
+    slot = lease.slots[0].slot
+    many = Rollout(slot, rollout.pieces(slot, (9,), (9,), (8, STOP_ID)), "stop")
+    assert await rollout.outcome(lease, many) == "ACCEPTED"
+    assert office.core.state.find(slot).segments == ((0, 4),)
+    pieces = [Piece(rollout.identity.peer_id, Version(v), n, (9,), (-0.5,)) for n, v in enumerate((0, 0, 1, 3, 3, 3))]
+    assert _segments_of(Rollout(slot, tuple(pieces), "stop")) == ((0, 2), (1, 1), (3, 3))

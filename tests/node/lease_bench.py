@@ -110,6 +110,7 @@ class Coordinator:
     def __init__(self) -> None:
         self.troubles: list[HexcombError] = []
         self.taken: list[Rollout] = []
+        self.calls: list[list[SlotKey]] = []
         self.returned: list[tuple[str, bool]] = []
         self.reasons: list[str] = []
         self.outcome = "ACCEPTED"
@@ -118,6 +119,7 @@ class Coordinator:
         if self.troubles:
             raise self.troubles.pop(0)
         self.taken += rollouts
+        self.calls.append([rollout.slot for rollout in rollouts])
         return [Receipt(rollout.slot, self.outcome, "") for rollout in rollouts]
 
     async def return_lease(self, lease_id: LeaseId, *, reason: str, is_fault: bool = False) -> None:

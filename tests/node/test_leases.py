@@ -6,9 +6,12 @@ from typing import cast
 
 import pytest
 
+import node.leases
+from coordinator.submissions import MAX_ROLLOUTS_A_CALL, check_size
 from node.home import Home
 from protocol.errors import EngineError, HexcombError, LeaseUnknownError, UnreachableError, UsageError
-from protocol.rollout import check_rollout, verify_pieces
+from protocol.ids import Version
+from protocol.rollout import Piece, Rollout, check_rollout, verify_pieces
 from protocol.seeds import slot_seed
 from tests.node.fakes import RUN_ID, SPEC
 from tests.node.lease_bench import PROMPTS, SECRET, Bench, SlowChild, slot, work
@@ -101,3 +104,42 @@ async def test_cancelling_gives_the_lease_back(node_home: Home, child_is_lost: b
     with pytest.raises(asyncio.CancelledError):
         await task
     assert bench.coordinator.returned == [("ff", child_is_lost)]
+
+
+async def test_a_call_that_the_coordinator_cannot_take_is_a_fault_of_its_slots_alone(node_home: Home) -> None:
+    bench = Bench(node_home, work(7))
+    bench.coordinator.troubles = [UsageError("the call was refused", why="it has too many pieces")]
+    await bench.run()
+    assert (bench.lease.num_taken, bench.coordinator.returned) == (0, [("ff", True)])
+    assert "too many pieces" in bench.coordinator.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls"),
+    [
+        ((2048, 1024), [[0, 1, 2, 3]]),
+        ((5, 1024), [[0, 1], [2, 3]]),
+        ((3, 1024), [[0], [1], [2], [3]]),
+        ((1, 1024), [[0], [1], [2], [3]]),
+        ((2048, 3), [[0, 1, 2], [3]]),
+    ],
+)
+async def test_what_is_handed_in_is_cut_into_calls(
+    node_home: Home, limits: tuple[int, int], calls: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these rollouts has two pieces."""
+    monkeypatch.setattr(node.leases, "MAX_PIECES_A_CALL", limits[0])
+    monkeypatch.setattr(node.leases, "MAX_ROLLOUTS_A_CALL", limits[1])
+    bench = Bench(node_home, *(work(7, sample) for sample in range(4)))
+    await bench.run()
+    assert [[slot.sample for slot in slots] for slots in bench.coordinator.calls] == calls
+    assert bench.lease.num_taken == 4
+
+
+async def test_no_call_of_long_pieced_rollouts_is_larger_than_is_taken(node_home: Home) -> None:
+    piece = Piece(node_home.peer_id, Version(0), 0, (5,), (0.0,))
+    rollouts = [Rollout(slot(7, sample), (piece,) * 1030, "stop") for sample in range(32)]
+    parts = list(node.leases._parts(rollouts))
+    assert [rollout for part in parts for rollout in part] == rollouts
+    for part in parts:
+        check_size(len(part), sum(len(rollout.pieces) for rollout in part), max_slots=MAX_ROLLOUTS_A_CALL)

@@ -201,6 +201,21 @@ async def test_without_room_a_slot_is_cut_for_good(monkeypatch: pytest.MonkeyPat
     assert bench.calls == [[(A, [0, 2, 4])], [(A, [0])]]
 
 
+async def test_what_was_handed_in_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.pieces, "MAX_HELD", 3)
+    bench = Bench()
+    async with bench.running():
+        for start in (0, 2, 4):
+            bench.sender.add(ONE, A, piece(start))
+        await bench.have_called(1)
+        for start in (6, 8):
+            bench.sender.add(ONE, A, piece(start))
+        bench.sender.add(TWO, B, piece(0))
+        await bench.have_called(2)
+    assert bench.calls == [[(A, [0, 2, 4])], [(A, [6, 8]), (B, [0])]]
+    assert not bench.counts["pieces/no room"]
+
+
 async def test_a_call_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node.pieces, "MAX_CALL", 3)
     bench = Bench()

@@ -85,8 +85,6 @@ def forget_batch(state: State, fact: Any, *, before: Callable[..., None] = apply
     state.batch = None
 
 
-POISON: dict[str, object] = {"curse": "poison", "max_lag": 0}
-
 INVARIANTS: dict[int, Invariant] = {
     1: Invariant(
         "A token with lag over the bound contributes to a gradient.",
@@ -165,7 +163,6 @@ INVARIANTS: dict[int, Invariant] = {
                 returns, "_may_filter", always(True), {"curse": "equal", "has_dynamic_sampling": True}
             ),
             "leases never end": Bug(leases, "expire_leases", always(None), {"curse": "idler", "max_lag": 0}),
-            "work is kept for who may not have it": Bug(leases, "_room", always(10**9), POISON),
         },
         elsewhere="real processes that die, stop and lie: tests/network, the demo with --chaos",
     ),

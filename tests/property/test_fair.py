@@ -69,13 +69,13 @@ def test_other_rules_would_be_seen(rule: Rule) -> None:
 @given(weights_of_nodes, st.data())
 @settings(max_examples=100)
 def test_turns_go_only_to_who_is_there(weights: dict[PeerId, float], data: st.DataObject) -> None:
-    """Nodes come and go; the credits of those that went are forgotten, and nobody waits for ever."""
+    """Nodes come and go; those that are away keep their credit, and nobody waits for ever."""
     credits: dict[PeerId, float] = {}
     for _ in range(20):
         here = data.draw(st.sets(st.sampled_from(sorted(weights)), min_size=1))
         chosen = next_turn(credits, {peer: weights[peer] for peer in here})
         assert chosen in here
-        assert set(credits) == here
+        assert here <= set(credits)
     equal = dict.fromkeys(weights, 1.0)
     seen = {next_turn(credits, equal) for _ in range(4 * len(weights))}
     assert seen == set(weights)
