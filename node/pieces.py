@@ -2,8 +2,8 @@
 
 `PieceSender` gathers the pieces of all leases and hands them in together, so that another node can go on where this one
 is lost. Invariants: at most one call is in flight; the pieces of a slot leave in order and without a hole; what waits
-is bounded; what was handed in is held, for a coordinator that lost it, only while its slot is worked on. Received is not
-accepted: a finished rollout is handed in whole.
+is bounded; what was handed in is held, for a coordinator that lost it, only while its slot is worked on. Received is
+not accepted: a finished rollout is handed in whole.
 """
 
 import asyncio

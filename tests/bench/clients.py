@@ -71,6 +71,7 @@ class Client:
     chance: random.Random
     ready: deque[control_pb2.SubmitRolloutsRequest] = field(default_factory=deque)
     leased: list[control_pb2.LeaseWorkResponse] = field(default_factory=list)
+    welcomed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def question(self) -> control_pb2.LeaseWorkRequest:
@@ -87,7 +88,7 @@ class Client:
 
         async def read() -> None:
             while await call.read() is not grpc.aio.EOF:
-                pass
+                self.welcomed.set()
 
         reading = asyncio.create_task(read())
         try:

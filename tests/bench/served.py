@@ -172,13 +172,13 @@ async def _input_ends() -> None:
     await asyncio.to_thread(sys.stdin.read)
 
 
-def start(kind: str, folder: Path, *arguments: object) -> "subprocess.Popen[bytes]":
+def start(kind: str, folder: Path, *arguments: object) -> "subprocess.Popen[Any]":
     """Starts a server; it ends when `stop` is called, or this process dies."""
     command = [sys.executable, "-m", "tests.bench.served", kind, str(folder), *map(str, arguments)]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
-def await_place(process: "subprocess.Popen[bytes]", path: Path, *, deadline_s: float = START_DEADLINE_S) -> Place:
+def await_place(process: "subprocess.Popen[Any]", path: Path, *, deadline_s: float = START_DEADLINE_S) -> Place:
     """What the server at `path` tells, once it is ready. Raises `RuntimeError` if it ends or is late."""
     ends_at = time.monotonic() + deadline_s
     while not path.exists():
@@ -193,7 +193,7 @@ def read_place(path: Path) -> Place:
     return Place(**json.loads(path.read_text()))
 
 
-def stop(process: "subprocess.Popen[bytes]") -> None:
+def stop(process: "subprocess.Popen[Any]") -> None:
     """Ends a server in order."""
     assert process.stdin is not None
     process.stdin.close()

@@ -78,7 +78,7 @@ async def test_a_lost_nodes_slot_goes_on_elsewhere(quick: Office) -> None:
         assert await second.outcome(lease, wrong) == "ROLLOUT_MALFORMED"
     assert await second.outcome(lease, finished(second, work, (9, STOP_ID))) == "ACCEPTED"
     slot = quick.core.state.find(work.slot)
-    assert (slot.peer_id, slot.segments) == (second.identity.peer_id, ((0, 1), (0, 1), (0, 2)))
+    assert (slot.peer_id, slot.segments) == (second.identity.peer_id, ((0, 4),))
 
 
 async def test_a_slot_that_moves_twice_goes_on_twice(quick: Office) -> None:
@@ -97,10 +97,14 @@ async def test_a_slot_that_moves_twice_goes_on_twice(quick: Office) -> None:
     assert await third.outcome(last, finished(third, work, (9, STOP_ID))) == "ACCEPTED"
 
 
-async def test_a_slot_that_was_filled_when_its_node_was_lost_is_handed_in_as_it_is(quick: Office) -> None:
+@pytest.mark.parametrize("sampled", [(7, STOP_ID), (7, 7, 7, 7)])
+async def test_a_slot_that_leaves_nothing_to_sample_starts_anew(quick: Office, sampled: tuple[int, ...]) -> None:
+    """No node could go on from it, whether its own was lost before handing it in or never meant to."""
     first, second = await two_rollout_nodes(quick)
-    lease, work = await moved(quick, first, second, (7, STOP_ID))
-    assert await second.outcome(lease, finished(second, work)) == "ACCEPTED"
+    lease, work = await moved(quick, first, second, sampled)
+    assert work.pieces == ()
+    assert quick.core.state.find(work.slot).prefix is None
+    assert await second.outcome(lease, second.rollout(work.slot)) == "ACCEPTED"
 
 
 async def test_nothing_comes_with_a_slot_of_which_nothing_was_received(quick: Office) -> None:
