@@ -40,8 +40,8 @@ log = structlog.get_logger("leases")
 
 @dataclass(slots=True)
 class LeaseWork:
-    """The work on one lease; `run` does it once. `filled` takes the child's finished samples for this lease, `advance`
-    its tokens under way; `on_generated` is called when the engine has done its part."""
+    """The work on one lease; `run` does it once. `filled` takes the child's finished samples for this lease, of which
+    `num_ended` have come, `advance` its tokens under way; `on_generated` is called when the engine has done its part."""
 
     node: Node
     child: ChildProcess
@@ -51,6 +51,7 @@ class LeaseWork:
     filled: asyncio.Queue[SlotFilled] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
     is_over: bool = False
     is_generating: bool = True
+    num_ended: int = 0
     num_taken: int = 0
     num_stopped: int = 0
     _open: dict[str, SlotWork] = field(default_factory=dict)
@@ -59,6 +60,11 @@ class LeaseWork:
     _fault: str = ""
     _ends_s: float = 0.0
     _limit: asyncio.Timeout | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Samples that the engine has not ended."""
+        return max(0, len(self.lease.slots) - self.num_ended) if self.is_generating else 0
 
     def __post_init__(self) -> None:
         self._open = {str(work.slot): work for work in self.lease.slots}

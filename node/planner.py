@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from protocol.ids import Version
 
 MAX_OUTSTANDING = 8
+
+NUM_SEATS = 64
+"""Samples that an engine runs at a time; where leases take long, places that are free are filled by further ones."""
+
+MAX_LONG_LEASES = 32
+"""Long leases end with few samples each, so there may be more of them."""
 LEASE_S = 1.0
 MIN_LEASE_SLOTS, MAX_LEASE_SLOTS = 4, 256
 
@@ -20,7 +26,8 @@ MIN_LEASE_SLOTS, MAX_LEASE_SLOTS = 4, 256
 class RolloutView:
     """What a rollout node sees. Times in seconds on one monotonic clock; None = not known or not there.
 
-    `num_outstanding` counts the leases that the engine works on, not those that are only to be handed in, `num_asking`
+    `num_running` counts the samples that the engine works on, `num_outstanding` the leases that it works on, not those
+    that are only to be handed in, `num_asking`
     the calls for further ones; `rtt_s` is what such a call takes, `service_s` what the engine takes for a lease.
     `version_ready` is the newest version whose weights lie on disk; `fetching` and `loading` are under way;
     `failed_until_s` holds fetches back after one failed, `no_work_until_s` holds wishes for work back after one was
@@ -44,6 +51,7 @@ class RolloutView:
     no_work_until_s: float = 0.0
     paused: str = ""
     interrupt: bool = True
+    num_running: int = NUM_SEATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +161,21 @@ def _ask(view: RolloutView) -> Action | None:
     wanted = wanted_outstanding(rtt_s=view.rtt_s, service_s=view.service_s)
     if not view.interrupt and _is_behind(view):
         return None
-    if view.num_outstanding + view.num_asking >= wanted or view.now_s < view.no_work_until_s:
+    num_free = _free_seats(view)
+    if (view.num_outstanding + view.num_asking >= wanted and not num_free) or view.now_s < view.no_work_until_s:
         return None
     if view.num_asking and view.no_work_until_s:  # one call finds out whether there is work again
         return None
-    return AskForWork(view.num_slots)
+    return AskForWork(max(view.num_slots, num_free))
+
+
+def _free_seats(view: RolloutView) -> int:
+    """Places that leases leave free when their last samples take long, if they are worth a call."""
+    is_long = view.service_s is not None and view.service_s > 2 * LEASE_S
+    if not is_long or view.num_asking or view.num_outstanding >= MAX_LONG_LEASES:
+        return 0
+    num_free = NUM_SEATS - view.num_running
+    return num_free if num_free >= MIN_LEASE_SLOTS else 0
 
 
 def _wait(view: RolloutView) -> Action:

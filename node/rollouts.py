@@ -126,6 +126,7 @@ class RolloutWork:
                 case SlotAdvanced() if work is not None:
                     work.advance(event)
                 case SlotFilled() if work is not None:
+                    work.num_ended += 1
                     work.filled.put_nowait(event)
 
     def _stop_slot(self, lease_id: LeaseId, slot: SlotKey) -> None:
@@ -167,6 +168,7 @@ class RolloutWork:
             # Leases that are only to be handed in cost the engine nothing, unless nobody takes them.
             num_outstanding=max(num_generating, len(self._leases) - MAX_OUTSTANDING),
             num_slots=self._lease_slots,
+            num_running=sum(work.num_running for work in self._leases.values()),
             num_asking=self._num_asking,
             fetching=self._fetching,
             loading=self._loading,

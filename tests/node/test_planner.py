@@ -157,3 +157,13 @@ def test_with_one_lease_at_a_time_half_the_time_would_be_lost(monkeypatch: pytes
     monkeypatch.setattr(node.planner, "wanted_outstanding", lambda **_: 1)
     assert busy_share(rtt_s=1.0, service_s=1.0) == pytest.approx(0.5)
     assert busy_share(rtt_s=3.0, service_s=1.0) == pytest.approx(0.25)
+
+
+def test_seats_that_long_leases_leave_free_are_filled() -> None:
+    """Two leases of four slots with one long sample each would else keep an engine of 64 seats nearly empty."""
+    long = replace(READY, num_outstanding=2, num_slots=4, service_s=50.0, num_running=8)
+    assert next_action(long) == AskForWork(56)
+    assert not isinstance(next_action(replace(long, num_running=62)), AskForWork)
+    assert not isinstance(next_action(replace(long, num_asking=1)), AskForWork), "one call at a time"
+    assert not isinstance(next_action(replace(long, service_s=0.5)), AskForWork), "short leases end soon enough"
+    assert not isinstance(next_action(replace(long, num_outstanding=32)), AskForWork)

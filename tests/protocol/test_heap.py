@@ -19,7 +19,7 @@ def pass_through(seed):
         chance.shuffle(parts)
         del parts[1::2]
         kept.append(bytearray(chance.randint(1000, 60_000)))
-for turn in range(20):
+for turn in range(8):
     threads = [threading.Thread(target=pass_through, args=(100 * turn + index,)) for index in range(16)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
