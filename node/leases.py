@@ -41,7 +41,7 @@ log = structlog.get_logger("leases")
 @dataclass(slots=True)
 class LeaseWork:
     """The work on one lease; `run` does it once. `filled` takes the child's finished samples for this lease, of which
-    `num_ended` have come, `advance` its tokens under way; `on_generated` is called when the engine has done its part."""
+    `num_ended` have come, `advance` its tokens under way; `on_generated` is called when the engine is done with it."""
 
     node: Node
     child: ChildProcess
