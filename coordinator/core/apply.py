@@ -4,7 +4,7 @@
 look-up. Every change of a slot's status goes through `_move`, which keeps the books.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from typing import assert_never
 
 from coordinator.core import facts as f
@@ -151,7 +151,10 @@ def _grant(state: State, fact: f.LeaseGranted) -> None:
         for sample in range(opened.num_slots):
             insort(state.waiting, (index, sample))
     claimed = {(key.task.index, key.sample) for key in fact.slots}
-    state.waiting = [place for place in state.waiting if place not in claimed]
+    for place in claimed:
+        position = bisect_left(state.waiting, place)  # many may wait
+        assert state.waiting[position] == place, f"{place} does not wait"
+        del state.waiting[position]
     for key in fact.slots:
         slot = _slot(state, key)
         _move(state, slot, "leased")

@@ -34,6 +34,9 @@ from protocol.lag import capacity, is_fresh
 FIRST_GROUPS = 4
 """Groups' worth of slots that a node may hold before it has filled any."""
 
+MAX_LOOKED_AT = 2048
+"""Of the slots that wait for a node, at a request: where more wait, there is enough for all that ask."""
+
 OTHERS_MS = 10_000
 """So long a slot is kept from the node that failed it, if another one asked for work meanwhile."""
 
@@ -69,10 +72,10 @@ def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tupl
     _note_asker(turn, event.peer_id)
     group_size = turn.rules.spec.group_size
     wanted = max(0, min(event.num_slots, _allowance(turn, event.peer_id)))
-    old = list(_waiting_slots(turn, event.peer_id, version=event.version))
+    old = list(islice(_waiting_places(turn, event.peer_id, version=event.version), MAX_LOOKED_AT))
     if turn.rules.spec.environment.num_tasks:
         sign = 1 if is_slow(turn, event.peer_id) else -1
-        old.sort(key=lambda key: sign * length_of(turn, key.task.index))
+        old.sort(key=lambda place: sign * length_of(turn, place[0]))
     num_spare = max(0, spare_groups(turn, version=event.version))
     num_there = len(old) + num_spare * group_size
     count = allowed_now(
@@ -86,7 +89,7 @@ def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tupl
     num_new = min(math.ceil((count - len(old)) / group_size), num_spare)
     opened = open_groups(turn, event.peer_id, version=event.version, count=num_new)
     new = [group.key(sample) for group in opened for sample in range(group_size)]
-    return tuple([*old, *new][:count]), opened
+    return tuple([*(turn.state.groups[index].key(sample) for index, sample in old), *new][:count]), opened
 
 
 def return_lease(turn: Turn, event: LeaseReturned) -> None:
@@ -213,12 +216,12 @@ def _room(turn: Turn, peer_id: PeerId) -> int:
     is_in_step = is_fresh(v_train=turn.require_head().version, v_token=version, max_lag=turn.max_lag)
     if not is_in_step or most <= 0:
         return 0
-    num_old = sum(1 for _ in islice(_waiting_slots(turn, peer_id, version=version), most))
+    num_old = sum(1 for _ in islice(_waiting_places(turn, peer_id, version=version), most))
     num_spare = max(0, spare_groups(turn, version=version)) * turn.rules.spec.group_size
     return min(most, num_old + num_spare)
 
 
-def _waiting_slots(turn: Turn, peer_id: PeerId, *, version: Version) -> Iterator[SlotKey]:
+def _waiting_places(turn: Turn, peer_id: PeerId, *, version: Version) -> Iterator[tuple[int, int]]:
     """Oldest first; a slot opened under a newer version than the node's is not for this node, and one that it failed
     to fill goes to another that wants work."""
     has_others = _has_others(turn, peer_id)
@@ -229,7 +232,7 @@ def _waiting_slots(turn: Turn, peer_id: PeerId, *, version: Version) -> Iterator
         failed_ms = turn.soft.failed_ms.get((index, sample), 0)
         is_kept = has_others and slot.failed_by == peer_id and turn.now_ms - failed_ms < OTHERS_MS
         if newest <= version and not is_kept:
-            yield group.key(sample)
+            yield index, sample
 
 
 def _drop_stale_prefixes(turn: Turn, slots: tuple[SlotKey, ...]) -> None:

@@ -35,7 +35,7 @@ from tests.bench.served import MAX_NEW_TOKENS, Place, identity_of, read_place
 CALL_DEADLINE_S = 20.0
 PROBE_S = 0.5
 SLOTS_A_PROBE = 16
-HEARTBEAT_S = 5.0
+HEARTBEAT_S, RECONNECT_S = 5.0, 1.0
 ROLE_DEADLINE_S = 60.0
 ROUNDS_OF_WARM_UP = 3
 WARM_ECHO_S = 2.0
@@ -71,6 +71,7 @@ class Client:
     chance: random.Random
     ready: deque[control_pb2.SubmitRolloutsRequest] = field(default_factory=deque)
     leased: list[control_pb2.LeaseWorkResponse] = field(default_factory=list)
+    num_breaks: int = 0
     welcomed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -78,7 +79,16 @@ class Client:
         return control_pb2.LeaseWorkRequest(version=self.version, root=self.root, num_slots=SLOTS_A_PROBE)
 
     async def stay(self, *, trains: bool = False) -> None:
-        """Keeps a session as a node does, until cancelled."""
+        """Keeps a session as a node does, until cancelled; one that breaks is opened again."""
+        while True:
+            try:
+                await self._session(trains=trains)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the latter: written after its end
+                self.num_breaks += 1
+                print(f"a session ended: {error!r:.200}", file=sys.stderr)
+                await asyncio.sleep(RECONNECT_S)
+
+    async def _session(self, *, trains: bool) -> None:
         call = self.coordinator.Session()
         able = common_pb2.Capability(
             decode_tokens_per_s=0.0 if trains else 100.0, train_tokens_per_s=100.0 if trains else 0.0, reachable=True
@@ -97,6 +107,7 @@ class Client:
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
             reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def lease(self) -> bool:
         """Leases some slots; False while there are none for it."""

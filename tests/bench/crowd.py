@@ -6,6 +6,7 @@ at only when its slot goes on elsewhere. `EmptyDesk` is for a rehearsal, which t
 """
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Coroutine, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 from coordinator.control_service import ControlService
 from coordinator.core.events import NodeSeen, Presence
 from coordinator.hearsay import presence_of
-from protocol.errors import WorkRefusedError
+from protocol.errors import LeaseUnknownError, WorkRefusedError
 from protocol.ids import Digest, LeaseId, RunId, Version
 from protocol.keys import Identity
 from protocol.rollout import Piece, pack_ids, pack_logprobs, sign_piece
@@ -106,7 +107,8 @@ class RealDesk:
         return response.receipts[0].outcome
 
     async def take_back(self, node: Node, message: control_pb2.ReturnLeaseRequest) -> None:
-        await self._work.take_back(node.identity.peer_id, message)
+        with contextlib.suppress(LeaseUnknownError):  # it ran out meanwhile
+            await self._work.take_back(node.identity.peer_id, message)
 
 
 class EmptyDesk:
@@ -188,7 +190,8 @@ class Crowd:
             node.running.remove(running)
             await self._end(node, running)
         while len(node.running) < LEASES_A_NODE and await self._lease(node):
-            pass
+            if node.num_begun <= LEASES_A_NODE:
+                break  # at first one a turn
         node.is_busy = False
 
     def _stream(self, node: Node) -> None:

@@ -50,6 +50,7 @@ REHEARSAL_S = 10.0
 BATCH = {"groups": 1500, "group_size": 8, "max_lag": 10, "max_concurrent_groups": 32_768}
 LEASE_S = 120.0
 SAMPLE_S = 0.1
+STARTED_S = time.monotonic()
 NEW = Presence(Version(-1), Digest(""), (), "", "", "joining", 0.0, "")
 
 
@@ -167,12 +168,15 @@ async def granted(town: Town, number: int, *, lateness_s: list[float], opened: l
             await asyncio.sleep(SAMPLE_S)
             lateness_s.append(time.monotonic() - due_s)
             opened.append(claims["open"])
+            if len(opened) % 100 == 0:
+                tell(f"{claims['granted']} granted, {claims['open']} open")
 
 
 async def measure(town: Town, crowd: Crowd, *, crowd_share: float) -> Measured:
     """The window."""
     process, claims = psutil.Process(), town.authority.core.state.claims
     await granted(town, NUM_NODES * LEASES_A_NODE + NUM_WARM_LEASES, lateness_s=[], opened=[])
+    tell(f"{claims['open']} leases are open")
     gc.collect()
     lateness_s, opened = list[float](), list[int]()
     crowd.tally = tally = type(crowd.tally)()
@@ -205,6 +209,11 @@ async def measure(town: Town, crowd: Crowd, *, crowd_share: float) -> Measured:
     )
 
 
+def tell(what: str) -> None:
+    """For whoever watches."""
+    print(f"{time.monotonic() - STARTED_S:.0f} s: {what}", file=sys.stderr, flush=True)
+
+
 async def run(folder: Path) -> None:
     """The coordinator, the crowd, the window."""
     numbers = range(NUM_CONNECTIONS + 1, NUM_CONNECTIONS + 1 + NUM_NODES)
@@ -229,10 +238,12 @@ async def run(folder: Path) -> None:
         while town.ready and not running.done():  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.01)
         leaves = await enrol(town, home, NUM_CONNECTIONS + NUM_NODES, num_leaves=NUM_CONNECTIONS + 1)
+        tell("all are enrolled")
         nodes = new_nodes(numbers)
         await settle_in(town, nodes)
         crowd = Crowd(nodes, RealDesk(town.service), home.run_id)
         others = [tasks.create_task(train(town, crowd))]
+        tell("all have their roles")
         await asyncio.sleep(1.0)
         head = crowd.head
         announce(folder / "coordinator.json", town.addresses, home, leaves, head[0], head[1])

@@ -17,7 +17,7 @@ from statistics import quantiles
 from typing import IO, Any
 
 from tests.bench import served
-from tests.bench.crowd import HEARTBEAT_S, LEASES_A_NODE, PIECE_S, PIECE_TOKENS
+from tests.bench.crowd import HEARTBEAT_S, PIECE_S, PIECE_TOKENS
 from tests.bench.crowded import NUM_CONNECTIONS, NUM_LEASES, NUM_NODES
 from tests.bench.table import Figure, at_least, at_most, print_table, reported
 

@@ -35,7 +35,7 @@ from protocol.v1 import control_pb2
 from tests.coordinator.office import LonelyCoordinator, write_base
 
 MAX_NEW_TOKENS = 240
-START_DEADLINE_S = 90.0
+START_DEADLINE_S, STOP_DEADLINE_S = 90.0, 30.0
 SERVICE = "protocol.v1.ControlService"
 
 
@@ -194,10 +194,14 @@ def read_place(path: Path) -> Place:
 
 
 def stop(process: "subprocess.Popen[Any]") -> None:
-    """Ends a server in order."""
+    """Ends a process in order, or by force."""
     assert process.stdin is not None
     process.stdin.close()
-    process.wait(30)
+    try:
+        process.wait(STOP_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def main(arguments: Sequence[str]) -> None:
