@@ -86,6 +86,7 @@ def test_killed_coordinator_goes_on_where_its_journal_ends(swarm: Swarm) -> None
 
 
 def test_killed_trainer_costs_a_round_at_most(swarm: Swarm) -> None:
+    swarm.wait_for("both trainers in step", lambda: num_in_step(swarm) == 2)  # the moments are with both then
     before = swarm.status()
     swarm.signal("t2", signal.SIGKILL)
     after = swarm.wait_for_version(before["version"] + 2)
@@ -102,6 +103,13 @@ def test_evaluations_are_of_committed_versions(swarm: Swarm) -> None:
 def test_nothing_is_left_after_sigterm(swarm: Swarm, tmp_path: Path) -> None:
     swarm.processes["r1"].terminate()
     assert swarm.processes.pop("r1").wait(timeout=20) == 0
+
+
+def num_in_step(swarm: Swarm) -> int:
+    """Living trainers that have the newest version, or are about to."""
+    status = swarm.status()
+    trainers = [node for node in status["nodes"] if node["role"] == "trainer" and node["state"] == "live"]
+    return sum(node["version"] >= status["version"] - 1 for node in trainers)
 
 
 def num_rates(swarm: Swarm) -> int:
