@@ -189,6 +189,7 @@ class Versions:
             self._held.discard(version)
             self.weights_path(version).unlink(missing_ok=True)
             self._holders.pop(version, None)
+            self._fetching.pop(version, None)
             if version < keep_from - 100:
                 del self._known[version], self._signed[version]
                 (self._manifests / f"{version}.msgpack").unlink(missing_ok=True)
