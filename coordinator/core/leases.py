@@ -34,7 +34,7 @@ from protocol.lag import capacity, is_fresh
 FIRST_GROUPS = 4
 """Groups' worth of slots that a node may hold before it has filled any."""
 
-MAX_LOOKED_AT = 2048
+MAX_LOOKED_AT = 512
 """Of the slots that wait for a node, at a request: where more wait, there is enough for all that ask."""
 
 OTHERS_MS = 10_000
