@@ -63,9 +63,8 @@ def test_frozen_coordinator_leaves_the_directory_at_work(swarm: Swarm) -> None:
     held, blobs = swarm.held("i1"), swarm.folder / "i1" / "blobs"
     try:
         assert num_rates(swarm) == 4
-        peers = swarm.node("i1", "peers")["peers"]
         wanted = max(held)
-        assert sum(wanted in peer["versions"] for peer in peers) >= 2
+        swarm.wait_for("two holders of it in the newcomer's directory", lambda: num_holders(swarm, wanted) >= 2)
         for chunk in blobs.iterdir():
             chunk.unlink()
         fetched = swarm.node("i1", "fetch", str(wanted))
@@ -110,6 +109,11 @@ def num_in_step(swarm: Swarm) -> int:
     status = swarm.status()
     trainers = [node for node in status["nodes"] if node["role"] == "trainer" and node["state"] == "live"]
     return sum(node["version"] >= status["version"] - 1 for node in trainers)
+
+
+def num_holders(swarm: Swarm, version: int) -> int:
+    """Nodes of which the newcomer reads in the DHT that they hold a version."""
+    return sum(version in peer["versions"] for peer in swarm.node("i1", "peers")["peers"])
 
 
 def num_rates(swarm: Swarm) -> int:
