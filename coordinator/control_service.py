@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from coordinator.batches import batch_messages, share_for
+from coordinator.batches import share_messages
 from coordinator.callers import Callers, Context
 from coordinator.core.events import CapabilityLearned, NodeSeen, RoundFailed, SessionEnded, VersionAttested
 from coordinator.hearsay import capability_of, metrics_of, presence_of, printable
@@ -20,7 +20,6 @@ from protocol.errors import HexcombError, JournalError, UnreachableError, UsageE
 from protocol.grpc_errors import abort_with
 from protocol.ids import LeaseId, PeerId, RoundId, Version
 from protocol.manifest import Body
-from protocol.round import TrainSample
 from protocol.v1 import control_pb2, control_pb2_grpc
 from protocol.wire import prompts_of
 
@@ -121,11 +120,9 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def FetchBatch(
         self, request: control_pb2.FetchBatchRequest, context: Context
     ) -> AsyncIterator[control_pb2.FetchBatchResponse]:
-        async def answer(peer_id: PeerId) -> list[TrainSample]:
-            office = self._office
-            return await share_for(office.authority, office.grader, RoundId(request.round_id), peer_id)
-
-        for message in batch_messages(await self._serve(context, answer)):
+        office, peer_id = self._office, await self._caller(context)
+        messages = share_messages(office.authority, office.grader, RoundId(request.round_id), peer_id)
+        while (message := await self._or_abort(context, anext(messages, None))) is not None:
             yield message
 
     async def AttestVersion(
@@ -183,8 +180,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def _serve(self, context: Context, answer: Callable[[PeerId], Awaitable[T]]) -> T:
         """The answer to an enrolled caller; an error of the tree ends the call."""
         peer_id = await self._caller(context)
+        return await self._or_abort(context, answer(peer_id))
+
+    async def _or_abort(self, context: Context, answer: Awaitable[T]) -> T:
         try:
-            return await answer(peer_id)
+            return await answer
         except JournalError as error:  # to the node this is a coordinator that is away: it tries again
             gone = UnreachableError("the coordinator is stopping", why=error.what, remedy="Try again when it is back.")
             await abort_with(context, gone)

@@ -31,8 +31,8 @@ SECURITY_HEADERS = {
 MAX_CONNECTIONS = 256
 """More are told to come back later, so that the page's readers leave files to the nodes."""
 
-MAX_KEPT_S = 0.5
-KEPT_PER_MADE = 10
+MAX_KEPT_S = 3.0
+KEPT_PER_MADE = 30
 """A report is told for so many times the time that it took to make."""
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from coordinator.core.facts import Fact, GroupDropped, RolloutAccepted, VersionCommitted, encode_fact
 from coordinator.core.state import State, encode_state
 from coordinator.failpoints import failpoint
-from coordinator.journal_reader import BUSY_TIMEOUT_S, NUM_SNAPSHOTS, JournalReader
+from coordinator.journal_reader import BUSY_TIMEOUT_S, MAX_QUERY, NUM_SNAPSHOTS, JournalReader
 from coordinator.journal_schema import as_journal_error, checksum, or_rolled_back, prepare
 from protocol.errors import HomeInUseError, JournalError
 from protocol.ids import Digest, RunId, SlotKey, Version
@@ -125,17 +125,19 @@ class Journal:
     def _retire_groups(self, entries: Sequence[Entry]) -> None:
         """Marks the rollouts of trained groups, and deletes what is past its time. Those of dropped groups go at
         once: nobody trains on them, and the state alone knows a duplicate."""
-        for fact in (fact for entry in entries for fact in entry.facts):
-            if isinstance(fact, GroupDropped):
-                self._db.execute("DELETE FROM rollout WHERE task = ?", (fact.index,))
+        facts = [fact for entry in entries for fact in entry.facts]
+        self._for_tasks("DELETE FROM rollout", [fact.index for fact in facts if isinstance(fact, GroupDropped)])
+        for fact in facts:
             if isinstance(fact, VersionCommitted):
-                self._retire(fact.groups, fact.version)
+                self._for_tasks("UPDATE rollout SET retired_at = ?", fact.groups, fact.version)
                 self._db.execute("DELETE FROM rollout WHERE retired_at < ?", (fact.keep_from,))
                 self._db.execute("DELETE FROM manifest WHERE version < ?", (fact.keep_from - KEPT_MANIFESTS,))
 
-    def _retire(self, tasks: tuple[int, ...], version: Version) -> None:
-        rows = [(version, task) for task in tasks]
-        self._db.executemany("UPDATE rollout SET retired_at = ? WHERE task = ?", rows)
+    def _for_tasks(self, change: str, tasks: Sequence[int], *values: int) -> None:
+        """Makes a change to the rollouts of many tasks by a few statements: each gives the interpreter's lock away."""
+        for start in range(0, len(tasks), MAX_QUERY):
+            part = tasks[start : start + MAX_QUERY]
+            self._db.execute(f"{change} WHERE task IN ({', '.join('?' * len(part))})", (*values, *part))
 
     def _is_snapshot_due(self) -> bool:
         num_facts = self._seq - self._snapshot_seq

@@ -1,11 +1,13 @@
 """The report, made from the core's state when somebody asks. Pure but for the clock that it is given.
 
-With thousands of nodes it takes a while, so what cannot change any more (versions that were committed) is made once.
+With thousands of nodes it takes a while, so a part is made anew only where something has changed.
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from coordinator.authority import Authority
+from coordinator.core.events import Capability, Presence
 from coordinator.core.state import State, VersionRecord
 from coordinator.report import (
     BooksReport,
@@ -25,6 +27,19 @@ from protocol.ids import PeerId, Version
 RATE_WINDOW_MS = 120_000
 
 
+class _Known(NamedTuple):
+    """All that the report of a node is made of."""
+
+    role: str
+    presence: Presence | None
+    capability: Capability | None
+    refusal: Refusal | None
+    rate: float
+    failure: float
+    num_leased: int
+    num_trained: int
+
+
 class Reporter:
     """Makes `StatusReport`s. `refused` says why nodes got no work when they last asked."""
 
@@ -34,6 +49,7 @@ class Reporter:
         self._authority, self._run, self._refused, self._clock = authority, run, refused, clock
         self._started_ms = clock()
         self._history: dict[Version, VersionReport] = {}
+        self._nodes: dict[PeerId, tuple[_Known, NodeReport]] = {}
 
     def report(self) -> StatusReport:
         """The run as it stands now."""
@@ -92,30 +108,45 @@ class Reporter:
         return list(self._history.values())
 
     def _node(self, peer_id: PeerId) -> NodeReport:
+        """Made anew only where something has changed."""
         state, soft = self._authority.core.state, self._authority.core.soft
-        node, refusal = state.nodes[peer_id], self._refused.get(peer_id)
-        sighting, capability = soft.live.get(peer_id), soft.capabilities.get(peer_id)
-        presence = sighting.presence if sighting else None
-        return NodeReport(
-            peer_id=peer_id,
-            name=(presence.name if presence else "") or peer_id[-8:],
+        sighting, node = soft.live.get(peer_id), state.nodes[peer_id]
+        known = _Known(
             role=state.roles.get(peer_id, "idle"),
-            state="live" if sighting else "lost",
-            version=presence.version if presence else -1,
-            tokens_per_s=presence.tokens_per_s if presence else 0.0,
-            engine=presence.engine if presence else "",
-            activity=presence.activity if presence else "",
-            device=capability.device if capability else "",
-            decode_tokens_per_s=capability.decode_tokens_per_s if capability else 0.0,
-            train_tokens_per_s=capability.train_tokens_per_s if capability else 0.0,
-            measured_tokens_per_s=node.rate,
+            presence=sighting.presence if sighting else None,
+            capability=soft.capabilities.get(peer_id),
+            refusal=self._refused.get(peer_id),
+            rate=node.rate,
             failure=node.failure,
             num_leased=node.num_leased,
-            rollouts_trained=node.num_trained,
-            refused=RefusalReport(code=refusal.code, sentence=refusal.sentence, at_ms=refusal.at_ms)
-            if refusal
-            else None,
+            num_trained=node.num_trained,
         )
+        before = self._nodes.get(peer_id)
+        if before is None or before[0] != known:
+            before = self._nodes[peer_id] = (known, _node_report(peer_id, known))
+        return before[1]
+
+
+def _node_report(peer_id: PeerId, known: _Known) -> NodeReport:
+    presence, capability, refusal = known.presence, known.capability, known.refusal
+    return NodeReport(
+        peer_id=peer_id,
+        name=(presence.name if presence else "") or peer_id[-8:],
+        role=known.role,
+        state="live" if presence else "lost",
+        version=presence.version if presence else -1,
+        tokens_per_s=presence.tokens_per_s if presence else 0.0,
+        engine=presence.engine if presence else "",
+        activity=presence.activity if presence else "",
+        device=capability.device if capability else "",
+        decode_tokens_per_s=capability.decode_tokens_per_s if capability else 0.0,
+        train_tokens_per_s=capability.train_tokens_per_s if capability else 0.0,
+        measured_tokens_per_s=known.rate,
+        failure=known.failure,
+        num_leased=known.num_leased,
+        rollouts_trained=known.num_trained,
+        refused=RefusalReport(code=refusal.code, sentence=refusal.sentence, at_ms=refusal.at_ms) if refusal else None,
+    )
 
 
 def versions_per_hour(committed_ms: list[int], *, now_ms: int) -> float:

@@ -1,4 +1,4 @@
-"""Accepted rollouts on their way through the grader, in batches. Impure: asyncio.
+"""Accepted rollouts on their way through the grader, a few batches at once. Impure: asyncio.
 
 Invariant: each slot that is added comes back to the core as one `RolloutScored`, unless its group ended meanwhile; what
 is lost with the process is asked for again by the core after a restart.
@@ -14,10 +14,12 @@ from protocol.ids import SlotKey
 from protocol.wire import completion_in
 
 MAX_BATCH = 64
+AT_ONCE = 8
+"""Batches on their way: while one is graded, others are read and written down."""
 
 
 class Scoring:
-    """The queue, and the one task that empties it."""
+    """The queue, and the tasks that empty it."""
 
     def __init__(self, authority: Authority, grader: Grader) -> None:
         self._authority, self._grader = authority, grader
@@ -30,6 +32,11 @@ class Scoring:
 
     async def run(self) -> None:
         """Scores until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(AT_ONCE):
+                tasks.create_task(self._score_batches())
+
+    async def _score_batches(self) -> None:
         while True:
             slots = [await self._waiting.get()]
             while len(slots) < MAX_BATCH and not self._waiting.empty():

@@ -331,9 +331,10 @@ def raise_file_limit() -> None:
 
 
 def collect_seldom() -> None:
-    """The state is large and has no cycles: looking through it for some costs a tenth of a busy coordinator's time."""
+    """The state is large and has no cycles: looking through it for some costs a tenth of a busy coordinator's time, and
+    lists of all leases, made and gone at once, must not be taken for growth."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(200_000, 20, 20)
 
 
 def first_of(group: BaseExceptionGroup[HexcombError]) -> HexcombError:

@@ -15,11 +15,11 @@ from coordinator.core.events import RolloutSubmitted
 from coordinator.core.replies import Receipt
 from coordinator.join_service import counted
 from protocol.errors import HexcombError, NotEnrolledError, NoWorkError, UsageError
-from protocol.ids import Digest, LeaseId, PeerId, SlotKey, Version
+from protocol.ids import Digest, LeaseId, PeerId, Version
 from protocol.rollout import Rollout, check_rollout, edges_of, verify_piece
 from protocol.run import RunSpec
 from protocol.v1 import control_pb2
-from protocol.wire import rollout_message, rollout_of
+from protocol.wire import rollout_of
 
 MAX_ROLLOUTS_A_CALL = 1024
 MAX_PIECES_A_CALL = 4096
@@ -30,10 +30,12 @@ CHECKS_A_TURN = 8
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A rollout that has the shape and the signatures that it must have, and what the core is told of it."""
+    """A rollout that has the shape and the signatures that it must have, what the core is told of it, and the bytes
+    that the journal keeps."""
 
     rollout: Rollout
     edges: tuple[Digest, ...]
+    body: bytes
 
 
 class Submissions:
@@ -97,7 +99,9 @@ class Submissions:
             )
         slot = state.find(rollout.slot)
         goes_on = len(rollout.pieces) > 1 or (slot is not None and slot.prefix is not None)
-        return Checked(rollout, tuple(edges_of(rollout.slot, rollout.pieces)) if goes_on else ())
+        edges = tuple(edges_of(rollout.slot, rollout.pieces)) if goes_on else ()
+        message.DiscardUnknownFields()
+        return Checked(rollout, edges, message.SerializeToString())
 
     async def _pause(self) -> None:
         """Lets others have their turn after every `CHECKS_A_TURN` signatures, whoever's they were."""
@@ -109,7 +113,7 @@ class Submissions:
 def _wish(peer_id: PeerId, lease_id: LeaseId, checked: Checked) -> Wish:
     rollout = checked.rollout
     event = RolloutSubmitted(peer_id, lease_id, rollout.slot, rollout.digest, _segments_of(rollout), checked.edges)
-    return event, (rollout_attachment(rollout),)
+    return event, ((rollout.slot, checked.body),)
 
 
 def _segments_of(rollout: Rollout) -> tuple[tuple[Version, int], ...]:
@@ -135,8 +139,3 @@ def check_size(num_slots: int, num_pieces: int, *, max_slots: int = MAX_PIECES_A
             why=f"it names more than {max_slots} slots, or has more than {MAX_PIECES_A_CALL} pieces",
             remedy="Hand them in by smaller parts.",
         )
-
-
-def rollout_attachment(rollout: Rollout) -> tuple[SlotKey, bytes]:
-    """The rollout as the journal keeps it beside its fact."""
-    return rollout.slot, rollout_message(rollout).SerializeToString()

@@ -9,7 +9,7 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
@@ -35,12 +35,28 @@ class Piece:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     signature: bytes = b""
+    _packed: tuple[bytes, bytes] | None = field(default=None, init=False, compare=False, repr=False)
+
+    @classmethod
+    def of_data(
+        cls, node: PeerId, version: Version, start: int, data: tuple[bytes, bytes], signature: bytes
+    ) -> "Piece":
+        """The same from token ids and log-probabilities as they travel, which are kept beside the numbers: to check,
+        sign and send a piece they are needed again and again. Raises `RolloutMalformedError`."""
+        piece = cls(node, version, start, unpack_ids(data[0]), unpack_logprobs(data[1]), signature)
+        object.__setattr__(piece, "_packed", data)
+        return piece
+
+    @property
+    def data(self) -> tuple[bytes, bytes]:
+        """Token ids (little-endian int32) and log-probabilities (float32) as they travel."""
+        return self._packed or (pack_ids(self.token_ids), pack_logprobs(self.logprobs))
 
     def message(self, slot: SlotKey) -> bytes:
         """The bytes under the signature."""
         head = f"{slot}|{self.node}".encode()
         counts = struct.pack("<HqiI", len(head), self.version, self.start, len(self.token_ids))
-        return counts + head + pack_ids(self.token_ids) + pack_logprobs(self.logprobs)
+        return b"".join((counts, head, *self.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +85,9 @@ class Rollout:
     def digest(self) -> Digest:
         """The same for the same tokens from the same versions in the same slot, whoever signed."""
         parts = [str(self.slot), self.finish_reason, *(f"{p.version}:{p.start}" for p in self.pieces)]
-        return digest_of("|".join(parts).encode() + pack_ids(self.token_ids) + pack_logprobs(self.logprobs))
+        data = [piece.data for piece in self.pieces]
+        ids, logprobs = (ids for ids, _ in data), (logprobs for _, logprobs in data)
+        return digest_of(b"".join(("|".join(parts).encode(), *ids, *logprobs)))
 
 
 def pack_ids(token_ids: tuple[int, ...]) -> bytes:
@@ -103,9 +121,8 @@ def to_float32(values: tuple[float, ...]) -> tuple[float, ...]:
 
 def sign_piece(identity: Identity, *, run_id: RunId, slot: SlotKey, piece: Piece) -> Piece:
     """The same piece, signed by the node that sampled it."""
-    rounded = Piece(piece.node, piece.version, piece.start, piece.token_ids, to_float32(piece.logprobs))
-    signature = identity.sign(kind=KIND, run_id=run_id, payload=rounded.message(slot))
-    return Piece(rounded.node, rounded.version, rounded.start, rounded.token_ids, rounded.logprobs, signature)
+    signature, data = identity.sign(kind=KIND, run_id=run_id, payload=piece.message(slot)), piece.data
+    return Piece.of_data(piece.node, piece.version, piece.start, data, signature)
 
 
 def verify_pieces(rollout: Rollout, *, run_id: RunId) -> None:

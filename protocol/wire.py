@@ -50,26 +50,21 @@ def slot_key(message: common_pb2.Slot) -> SlotKey:
 
 def piece_message(piece: Piece) -> common_pb2.Piece:
     """The piece for the wire."""
+    token_ids, logprobs = piece.data
     return common_pb2.Piece(
         node=piece.node,
         version=piece.version,
         start=piece.start,
-        token_ids=pack_ids(piece.token_ids),
-        logprobs=pack_logprobs(piece.logprobs),
+        token_ids=token_ids,
+        logprobs=logprobs,
         signature=piece.signature,
     )
 
 
 def piece_of(message: common_pb2.Piece) -> Piece:
     """The piece that came over the wire. Raises `RolloutMalformedError`."""
-    return Piece(
-        node=PeerId(message.node),
-        version=Version(message.version),
-        start=message.start,
-        token_ids=unpack_ids(message.token_ids),
-        logprobs=unpack_logprobs(message.logprobs),
-        signature=message.signature,
-    )
+    data = (message.token_ids, message.logprobs)
+    return Piece.of_data(PeerId(message.node), Version(message.version), message.start, data, message.signature)
 
 
 def rollout_message(rollout: Rollout) -> control_pb2.Rollout:

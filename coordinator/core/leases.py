@@ -72,7 +72,9 @@ def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tupl
     _note_asker(turn, event.peer_id)
     group_size = turn.rules.spec.group_size
     wanted = max(0, min(event.num_slots, _allowance(turn, event.peer_id)))
-    old = list(islice(_waiting_places(turn, event.peer_id, version=event.version), MAX_LOOKED_AT))
+    num_useful = wanted + sum(known.num_wanted for known in turn.soft.hungry.values())
+    num_looked_at = MAX_LOOKED_AT if turn.rules.spec.environment.num_tasks else min(num_useful, MAX_LOOKED_AT)
+    old = list(islice(_waiting_places(turn, event.peer_id, version=event.version), num_looked_at))
     if turn.rules.spec.environment.num_tasks:
         sign = 1 if is_slow(turn, event.peer_id) else -1
         old.sort(key=lambda place: sign * length_of(turn, place[0]))

@@ -17,8 +17,9 @@ PATIENCE = 8
 SAFETY = 4.0
 """A lease may take so many times what the measured rate makes it expect."""
 
-TOTAL_MS, FEW_NODES = 1000, 64
-"""How long the sums over all nodes hold where there are more than a few: they are not taken at each request."""
+TOTAL_MS, MAX_TOTAL_MS, FEW_NODES = 1, 5_000, 64
+"""How long the sums over all nodes hold for each of them, where there are more than a few: they are not taken at each
+request."""
 
 
 def rate_of(turn: Turn, peer_id: PeerId) -> float:
@@ -54,7 +55,7 @@ def _weight(turn: Turn, peer_id: PeerId, *, best: float) -> float:
 def _totals(turn: Turn) -> Totals:
     """Of the living rollout nodes; where there are many, as of a moment ago."""
     soft, nodes = turn.soft, turn.state.nodes
-    holds_ms = TOTAL_MS if len(soft.live) > FEW_NODES else 0
+    holds_ms = min(MAX_TOTAL_MS, TOTAL_MS * len(soft.live)) if len(soft.live) > FEW_NODES else 0
     if soft.totals is None or turn.now_ms - soft.totals.at_ms > holds_ms:
         peers = live_in_role(turn, "rollout")
         best = max((nodes[peer].rate for peer in peers), default=0.0)

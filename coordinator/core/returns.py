@@ -111,10 +111,13 @@ def take_stalled(turn: Turn) -> None:
     if turn.now_ms - soft.stalls_seen_ms < STALL_LOOK_MS:
         return
     soft.stalls_seen_ms = turn.now_ms
-    for place, advance in list(soft.progress.items()):
-        peer_id, lease_id, key = advance.said.peer_id, advance.said.lease_id, advance.said.slot
-        if soft.newest_piece_ms[peer_id] - advance.at_ms < STALL_MS:
-            continue
+    stalled = [
+        (place, advance.said)
+        for place, advance in soft.progress.items()
+        if soft.newest_piece_ms[advance.said.peer_id] - advance.at_ms >= STALL_MS
+    ]
+    for place, said in stalled:
+        peer_id, lease_id, key = said.peer_id, said.lease_id, said.slot
         turn.emit(SlotGivenBack(lease_id, key, "stalled"))
         _keep_prefix(turn, place)
         turn.ask(CancelSlots(peer_id, (key,)))

@@ -16,21 +16,21 @@ from protocol.run import Staleness
 
 @dataclass(frozen=True, slots=True)
 class ShareItem:
-    """A slot of a member's share. `segments` are (version, number of tokens); `mask[i]` says whether token i is live;
-    `advantage` is the reward minus the mean of its group's rewards."""
+    """A slot of a member's share. `segments` are (version, number of tokens); `mask[i]` is 1 if token i is live, else
+    0; `advantage` is the reward minus the mean of its group's rewards."""
 
     slot: SlotKey
     advantage: float
     segments: tuple[tuple[Version, int], ...]
-    mask: tuple[bool, ...]
+    mask: bytes
 
 
-def live_mask(slot: Slot, *, v_train: Version, max_lag: int) -> tuple[bool, ...]:
-    """One truth value for each token of the completion."""
-    mask: list[bool] = []
-    for version, length in slot.segments:
-        mask += [is_fresh(v_train=v_train, v_token=version, max_lag=max_lag)] * length
-    return tuple(mask)
+def live_mask(slot: Slot, *, v_train: Version, max_lag: int) -> bytes:
+    """One byte for each token of the completion."""
+    return b"".join(
+        (b"\1" if is_fresh(v_train=v_train, v_token=version, max_lag=max_lag) else b"\0") * length
+        for version, length in slot.segments
+    )
 
 
 def num_live_tokens(slot: Slot, *, v_train: Version, max_lag: int, staleness: Staleness = "mask_tokens") -> int:
@@ -40,11 +40,10 @@ def num_live_tokens(slot: Slot, *, v_train: Version, max_lag: int, staleness: St
     return sum(fresh) if staleness != "drop" or len(fresh) == len(slot.segments) else 0
 
 
-def advantage_of(group: Group, slot: Slot) -> float:
-    """Reward minus the mean over all members with a reward, those without a live token included."""
-    assert slot.reward is not None
+def mean_reward(group: Group) -> float:
+    """Over all members with a reward, those without a live token included."""
     rewards = group.rewards
-    return slot.reward - math.fsum(rewards) / len(rewards)
+    return math.fsum(rewards) / len(rewards)
 
 
 def share_of(state: State, round_id: RoundId, peer_id: PeerId) -> tuple[ShareItem, ...]:
@@ -56,12 +55,14 @@ def share_of(state: State, round_id: RoundId, peer_id: PeerId) -> tuple[ShareIte
     keys = dict(state.round.shares).get(peer_id)
     if keys is None:
         raise NotEnrolledError(f"node {peer_id} was refused", why=f"it is not a member of round {round_id}")
-    items: list[ShareItem] = []
+    items, means = list[ShareItem](), dict[int, float]()
     for key in keys:
         group, slot = state.groups[key.task.index], state.find(key)
-        assert slot is not None
+        assert slot is not None and slot.reward is not None  # noqa: PT018
+        if key.task.index not in means:
+            means[key.task.index] = mean_reward(group)
         mask = live_mask(slot, v_train=state.batch.base_version, max_lag=state.batch.max_lag)
-        items.append(ShareItem(key, advantage_of(group, slot), slot.segments, mask))
+        items.append(ShareItem(key, slot.reward - means[key.task.index], slot.segments, mask))
     return tuple(items)
 
 

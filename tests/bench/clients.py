@@ -83,9 +83,9 @@ class Client:
         while True:
             try:
                 await self._session(trains=trains)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the latter: written after its end
+            except grpc.aio.AioRpcError as error:
                 self.num_breaks += 1
-                print(f"a session ended: {error!r:.200}", file=sys.stderr)
+                print(f"a session ended: {error.code()} {error.details()}", file=sys.stderr)
                 await asyncio.sleep(RECONNECT_S)
 
     async def _session(self, *, trains: bool) -> None:
@@ -105,6 +105,9 @@ class Client:
             while True:
                 await call.write(control_pb2.SessionRequest(heartbeat=beat))
                 await asyncio.sleep(HEARTBEAT_S)
+        except asyncio.InvalidStateError:  # written after the end of the call: its own error says why
+            await call.read()
+            raise
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from coordinator.control_service import ControlService
 from coordinator.core.events import NodeSeen, Presence
 from coordinator.hearsay import presence_of
-from protocol.errors import LeaseUnknownError, WorkRefusedError
+from protocol.errors import JournalError, LeaseUnknownError, WorkRefusedError
 from protocol.ids import Digest, LeaseId, RunId, Version
 from protocol.keys import Identity
 from protocol.rollout import Piece, pack_ids, pack_logprobs, sign_piece
@@ -24,7 +24,7 @@ from protocol.v1 import common_pb2, control_pb2
 from protocol.wire import piece_message, slot_key
 
 LEASES_A_NODE = 5
-HEARTBEAT_S, PIECE_S, TURN_S = 10.0, 4.0, 0.05
+HEARTBEAT_S, PIECE_S, TURN_S = 10.0, 8.0, 0.05
 PIECE_TOKENS = 32
 MIN_PIECES, MAX_PIECES = 11, 22
 GIVEN_BACK, FORGOTTEN = 0.04, 0.01
@@ -34,7 +34,8 @@ NUM_BEFORE_LEFT = 3
 STOP_ID = 1
 IDS = tuple(2 + position % 50 for position in range(PIECE_TOKENS))
 LOGPROBS = (-0.5,) * PIECE_TOKENS
-PACKED_IDS, PACKED_LOGPROBS, NO_SIGNATURE = pack_ids(IDS), pack_logprobs(LOGPROBS), bytes(64)
+PACKED_IDS, PACKED_LOGPROBS, PACKED_STOP = pack_ids(IDS), pack_logprobs(LOGPROBS), pack_ids((STOP_ID,))
+NO_SIGNATURE = bytes(64)
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Running:
     start: int
     prefix: list[common_pb2.Piece]
     num_sent: int = 0
+    message: control_pb2.SlotProgress | None = None
 
 
 @dataclass(slots=True)
@@ -154,7 +156,7 @@ class Crowd:
             for node in beats[turn % len(beats)]:
                 self._send(self._beat(node))
             for node in pieces[turn % len(pieces)]:
-                self._send(self._work(node))
+                self._work(node)
             turn += 1
             await asyncio.sleep(max(0.0, began_s + turn * TURN_S - time.monotonic()))
 
@@ -169,7 +171,7 @@ class Crowd:
 
     def _note_done(self, task: "asyncio.Task[None]") -> None:
         self._errands.discard(task)
-        if not task.cancelled():
+        if not task.cancelled() and not isinstance(task.exception(), JournalError):  # it is stopping
             task.result()
 
     async def _beat(self, node: Node) -> None:
@@ -179,14 +181,18 @@ class Crowd:
         )
         self.tally.num_beats += 1
 
-    async def _work(self, node: Node) -> None:
+    def _work(self, node: Node) -> None:
         """One piece of each slot; slots that are done go in, and others take their places."""
         if node.is_busy:
             self.tally.num_late += 1
             return
-        node.is_busy = True
         self._stream(node)
-        for running in [running for running in node.running if running.num_left == 0]:
+        if len(node.running) < LEASES_A_NODE or any(running.num_left <= 0 for running in node.running):
+            node.is_busy = True
+            self._send(self._turn_over(node))
+
+    async def _turn_over(self, node: Node) -> None:
+        for running in [running for running in node.running if running.num_left <= 0]:
             node.running.remove(running)
             await self._end(node, running)
         while len(node.running) < LEASES_A_NODE and await self._lease(node):
@@ -204,26 +210,27 @@ class Crowd:
             node.running = [running for running in node.running if running.slot != slot]
 
     def _next_piece(self, node: Node, running: Running) -> control_pb2.SlotProgress:
-        """What a node signs is checked when it goes on elsewhere: only pieces that will are signed here."""
-        peer_id, version = node.identity.peer_id, Version(running.version)
-        if running.fate != "filled":
-            piece = Piece(peer_id, version, running.start, IDS, LOGPROBS)
-            message = piece_message(
-                sign_piece(node.identity, run_id=self._run_id, slot=slot_key(running.slot), piece=piece)
-            )
-        else:
-            message = common_pb2.Piece(
-                node=peer_id,
-                version=version,
-                start=running.start,
+        """What a node signs is checked when it goes on elsewhere: only pieces that will are signed here. The others of
+        a slot are one message that is sent again and again, since the desk keeps what it says and not the message."""
+        if running.message is None:
+            piece = common_pb2.Piece(
+                node=node.identity.peer_id,
+                version=running.version,
                 token_ids=PACKED_IDS,
                 logprobs=PACKED_LOGPROBS,
                 signature=NO_SIGNATURE,
             )
+            running.message = control_pb2.SlotProgress(lease_id=running.lease_id, slot=running.slot, pieces=[piece])
+        (sent,) = running.message.pieces
+        sent.start = running.start
+        if running.fate != "filled":
+            plain = Piece(node.identity.peer_id, Version(running.version), running.start, IDS, LOGPROBS)
+            key = slot_key(running.slot)
+            sent.signature = sign_piece(node.identity, run_id=self._run_id, slot=key, piece=plain).signature
         running.start += PIECE_TOKENS
         running.num_sent += 1
         running.num_left -= 1
-        return control_pb2.SlotProgress(lease_id=running.lease_id, slot=running.slot, pieces=[message])
+        return running.message
 
     async def _end(self, node: Node, running: Running) -> None:
         if running.fate == "given back":
@@ -231,9 +238,9 @@ class Crowd:
         if running.fate != "filled":
             return
         count, key = running.num_sent, slot_key(running.slot)
+        data = ((PACKED_IDS * count)[:-4] + PACKED_STOP, PACKED_LOGPROBS * count)
         start = running.start - PIECE_TOKENS * count
-        ids = (*(IDS * count)[:-1], STOP_ID)
-        piece = Piece(node.identity.peer_id, Version(running.version), start, ids, LOGPROBS * count)
+        piece = Piece.of_data(node.identity.peer_id, Version(running.version), start, data, b"")
         own = piece_message(sign_piece(node.identity, run_id=self._run_id, slot=key, piece=piece))
         rollout = control_pb2.Rollout(slot=running.slot, pieces=[*running.prefix, own], finish_reason="stop")
         request = control_pb2.SubmitRolloutsRequest(lease_id=running.lease_id, rollouts=[rollout])

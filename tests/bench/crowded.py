@@ -18,7 +18,7 @@ import psutil
 import uvloop
 
 from coordinator import server
-from coordinator.batches import batch_messages, share_for
+from coordinator.batches import share_messages
 from coordinator.control_service import ControlService
 from coordinator.core.events import Capability, CapabilityLearned, NodeSeen, Presence, VersionAttested
 from coordinator.grader import Grader
@@ -48,7 +48,7 @@ MIN_WINDOW_S, MAX_WINDOW_S = 30.0, 600.0
 START_DEADLINE_S = 300.0
 REHEARSAL_S = 10.0
 BATCH = {"groups": 1500, "group_size": 8, "max_lag": 10, "max_concurrent_groups": 32_768}
-LEASE_S = 120.0
+LEASE_S = 240.0
 SAMPLE_S = 0.1
 STARTED_S = time.monotonic()
 NEW = Presence(Version(-1), Digest(""), (), "", "", "joining", 0.0, "")
@@ -124,8 +124,7 @@ async def train(town: Town, crowd: Crowd) -> None:
         await authority.submit(NodeSeen(peer_id, Presence(*head, (head[0],), "", "127.0.0.1:1", "training", 0.0, "")))
         if state.round is not None:
             round_id = RoundId(state.round.round_id)
-            samples = await share_for(authority, town.office.grader, round_id, peer_id)
-            for message in batch_messages(samples):
+            async for message in share_messages(authority, town.office.grader, round_id, peer_id):
                 message.SerializeToString()
             body = next_body(state.head_body, parent=head[1])
             await authority.submit(VersionAttested(peer_id, round_id, body, {"loss": 1.0}))
@@ -169,7 +168,11 @@ async def granted(town: Town, number: int, *, lateness_s: list[float], opened: l
             lateness_s.append(time.monotonic() - due_s)
             opened.append(claims["open"])
             if len(opened) % 100 == 0:
-                tell(f"{claims['granted']} granted, {claims['open']} open")
+                tally, version = town.authority.core.state.tally, town.authority.core.state.versions[-1].version
+                tell(
+                    f"{claims['granted']} granted, {claims['open']} open, {tally['accepted']} accepted, "
+                    f"{tally['scored']} scored, version {version}, {lateness_s[-1]:.2f} s late"
+                )
 
 
 async def measure(town: Town, crowd: Crowd, *, crowd_share: float) -> Measured:

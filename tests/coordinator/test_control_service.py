@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from coordinator.authority import Authority
-from coordinator.batches import batch_messages
+from coordinator.batches import Cutter
 from coordinator.core.events import RolloutSubmitted, WorkRequested
 from coordinator.hearsay import MAX_METRICS
 from node.control import ControlClient
@@ -37,7 +37,7 @@ from protocol.round import TrainSample
 from protocol.tls import channel_options
 from protocol.v1 import control_pb2
 from protocol.v1.control_pb2_grpc import ControlServiceStub
-from protocol.wire import rollout_message
+from protocol.wire import rollout_message, sample_message
 from tests.coordinator.office import DEADLINE_S, STOP_ID, Office, typed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -306,9 +306,12 @@ async def test_a_version_that_was_never_made_has_no_manifest(office: Office) -> 
 
 async def test_a_batch_is_cut_into_messages_that_grpc_takes() -> None:
     ids = tuple(range(131_072))
-    sample = TrainSample("s", ids, ids, (0.0,) * len(ids), (True,) * len(ids), ((Version(0), len(ids)),), 0.5)
-    messages = list(batch_messages([sample] * 9))
+    sample = sample_message(
+        TrainSample("s", ids, ids, (0.0,) * len(ids), (True,) * len(ids), ((Version(0), len(ids)),), 0.5)
+    )
+    cutter = Cutter()
+    messages = [full for _ in range(9) if (full := cutter.add(sample)) is not None] + [cutter.part]
     assert sum(len(message.samples) for message in messages) == 9
     assert 1 < len(messages) < 9
     assert max(message.ByteSize() for message in messages) < MAX_MESSAGE_BYTES // 2
-    assert [len(message.samples) for message in batch_messages([])] == [0]
+    assert len(Cutter().part.samples) == 0

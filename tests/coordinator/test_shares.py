@@ -16,7 +16,7 @@ def test_shares_are_exact_and_for_members_only() -> None:
     state, round_id = world.core.state, world.round_id
     items = [item for peer in ("t0", "t1") for item in share_of(state, round_id, PeerId(peer))]
     assert [item.advantage for item in items] == [0.5, -0.5, 0.5, -0.5]
-    assert all(item.mask == (True,) * 4 and item.segments == ((0, 4),) for item in items)
+    assert all(item.mask == b"\1\1\1\1" and item.segments == ((0, 4),) for item in items)
     assert len({item.slot for item in items}) == 4
     with pytest.raises(RoundStaleError):
         share_of(state, RoundId("0.9"), PeerId("t0"))
@@ -48,7 +48,7 @@ def test_tokens_over_the_bound_are_masked_and_slots_of_nothing_else_dropped() ->
     assert state.round is not None
     items = {str(item.slot): item for item in share_of(state, world.round_id, PeerId("t0"))}
     assert set(items) == {"v0/sums:7:0/0", "v0/sums:7:0/1", "v0/sums:7:1/1"}
-    assert all(item.mask == (False, False, False, True) for item in items.values())
+    assert all(item.mask == b"\0\0\0\1" for item in items.values())
     assert items["v0/sums:7:1/1"].advantage == -0.5, "the dropped slot's reward still shapes the mean"
     assert (world.core.books().dropped, state.batch and state.batch.num_tokens) == (1, 3)
     world.crash()

@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.core import apply, attestation, leases, ledger, returns, roster, rounds, shares
 from coordinator.core.soft import Attestation
-from coordinator.core.state import Batch, Group, Round, Slot, State
+from coordinator.core.state import Batch, Round, Slot, State
 from coordinator.core.turn import Turn
 from protocol.errors import RoundStaleError
 from protocol.ids import Digest, PeerId, RoundId
@@ -54,12 +54,6 @@ def take_for_equal(digest: Digest, body: Body, metrics: dict[str, float]) -> Att
 def count_parts(slot: Slot, **how: Any) -> int:
     """What is fresh of a rollout counts, also where the policy is to drop it as a whole."""
     return shares.num_live_tokens(slot, **{**how, "staleness": "mask_tokens"})
-
-
-def raw_reward(group: Group, slot: Slot) -> float:
-    """The reward, without its group's mean."""
-    assert slot.reward is not None
-    return slot.reward
 
 
 def listen_to_anybody(turn: Turn, peer_id: PeerId, round_id: RoundId) -> tuple[Round, Batch]:
@@ -137,7 +131,7 @@ INVARIANTS: dict[int, Invariant] = {
         {
             "any version is accepted": Bug(ledger, "_check_segments", lambda turn, event: turn.require_head().version),
             "a moved slot starts anew at will": Bug(ledger, "_check_prefix", always(None)),
-            "advantages are rewards": Bug(shares, "advantage_of", raw_reward),
+            "advantages are rewards": Bug(shares, "mean_reward", always(0.0)),
         },
         elsewhere="lengths, ids and log-probabilities: tests/protocol, tests/coordinator/test_submissions.py; rewards "
         "come from the grader alone: tests/coordinator/test_grader.py",

@@ -199,7 +199,7 @@ class Run:
                 prompt_ids=prompt_of(item.slot.task),
                 completion_ids=self.samples[item.slot].token_ids,
                 logprobs=to_float32(self.samples[item.slot].logprobs),
-                mask=item.mask,
+                mask=tuple(map(bool, item.mask)),
                 segments=item.segments,
                 advantage=item.advantage,
             )
