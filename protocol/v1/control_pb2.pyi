@@ -578,7 +578,7 @@ class SubmitPiecesResponse(message.Message):
 
     @builtins.property
     def leases(self) -> containers.RepeatedCompositeFieldContainer[LeaseTime]:
-        """Time left of the leases that the call named."""
+        """Time left of the leases that the call named, where it is less than half of what a lease may last at most."""
 
     @builtins.property
     def gaps(self) -> containers.RepeatedCompositeFieldContainer[SlotGap]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -72,7 +73,7 @@ class Tally:
     num_leases: int = 0
     num_pieces: int = 0
     num_accepted: int = 0
-    num_bad: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
     num_idle: int = 0
     num_late: int = 0
 
@@ -246,7 +247,8 @@ class Crowd:
         request = control_pb2.SubmitRolloutsRequest(lease_id=running.lease_id, rollouts=[rollout])
         outcome = await self._desk.take(node, request)
         self.tally.num_accepted += outcome == "ACCEPTED"
-        self.tally.num_bad += outcome not in ("ACCEPTED", "VERSION_TOO_OLD")
+        if outcome not in ("ACCEPTED", "VERSION_TOO_OLD"):
+            self.tally.bad[outcome] += 1
 
     async def _lease(self, node: Node) -> bool:
         version, root = self.head

@@ -69,7 +69,7 @@ class Measured:
     num_pieces: int
     num_beats: int
     num_accepted: int
-    num_bad: int
+    bad: dict[str, int]
     num_late: int
     num_versions: int
     num_refused: int
@@ -202,7 +202,7 @@ async def measure(town: Town, crowd: Crowd, *, crowd_share: float) -> Measured:
         num_pieces=tally.num_pieces,
         num_beats=tally.num_beats,
         num_accepted=tally.num_accepted,
-        num_bad=tally.num_bad,
+        bad=dict(tally.bad),
         num_late=tally.num_late,
         num_versions=crowd.head[0] - head,
         num_refused=town.authority.refusals.total() - refused,

@@ -89,7 +89,12 @@ def figures_of(measured: dict[str, Any], statuses_s: list[float]) -> list[Figure
             unit="ms",
             anchor=f"{len(statuses_s)} readings in that time",
         ),
-        at_most("rollouts refused at that load", measured["num_bad"], 0, anchor="every one is valid"),
+        at_most(
+            "rollouts refused at that load",
+            sum(measured["bad"].values()),
+            0,
+            anchor=f"every one is valid {measured['bad'] or ''}".strip(),
+        ),
         reported("p99 of the event loop's lateness", lateness_ms, unit="ms", anchor="a timer of 100 ms"),
     ]
 

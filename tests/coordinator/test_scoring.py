@@ -84,5 +84,6 @@ async def test_a_rollout_that_is_waited_for_and_missing_is_damage() -> None:
     desk.bodies.discard(desk.slots[1])
     for slot in desk.slots:
         desk.scoring.add(slot)
-    with pytest.raises(JournalError):
+    with pytest.raises(ExceptionGroup) as caught:
         await desk.run_until_scored(2)
+    assert caught.group_contains(JournalError)
