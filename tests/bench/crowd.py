@@ -262,14 +262,15 @@ class Crowd:
             start = sum(len(piece.token_ids) // 4 for piece in work.pieces)
             node.num_begun += 1
             running = self._begin(lease.lease_id, work, version=version, start=start)
-            if node.num_begun <= LEASES_A_NODE:  # so that not all end at once
+            if node.num_begun <= LEASES_A_NODE and running.fate == "filled":  # so that not all end at once
                 running.num_left = self._chance.randint(1, MAX_PIECES)
             node.running.append(running)
         return True
 
     def _begin(self, lease_id: str, work: control_pb2.SlotWork, *, version: int, start: int) -> Running:
         """Slots that another node left before are filled now."""
-        draw, num_left = self._chance.random(), self._chance.randint(MIN_PIECES, MAX_PIECES) - start // PIECE_TOKENS
+        draw, num_pieces = self._chance.random(), self._chance.randint(MIN_PIECES, MAX_PIECES)
+        num_left = max(1, num_pieces - start // PIECE_TOKENS)
         fate = "filled"
         if start == 0 and draw < FORGOTTEN + GIVEN_BACK:
             fate, num_left = "forgotten" if draw < FORGOTTEN else "given back", NUM_BEFORE_LEFT

@@ -43,7 +43,7 @@ from tests.bench.served import announce, enrol, identity_of, run_content
 from tests.coordinator.office import LonelyCoordinator, write_base
 
 NUM_NODES, NUM_CONNECTIONS = 10_000, 500
-NUM_WARM_LEASES, NUM_LEASES = 60_000, 100_000
+NUM_WARM_LEASES, NUM_LEASES = 150_000, 100_000
 MIN_WINDOW_S, MAX_WINDOW_S = 30.0, 600.0
 START_DEADLINE_S = 300.0
 REHEARSAL_S = 10.0
