@@ -64,6 +64,10 @@ slow: setup ## the tests that take longer than about 20 seconds each
 bench-coordinator: setup ## figures of the coordinator against their thresholds (about ten minutes); PARTS="scale …" for some
 	@$(BIN)/python -m tests.bench.coordinator $(PARTS)
 
+.PHONY: bench-rollout
+bench-rollout: setup ## figures of the rollout daemon against a bare engine (about fifteen minutes); PARTS="tiny real swap" for some
+	@$(BIN)/python -m tests.bench.rollout $(PARTS)
+
 .PHONY: soak
 soak: setup ## a swarm whose processes are killed at random for MINUTES (40), and what must stay flat meanwhile
 	@$(BIN)/python -m tests.soak.soak --minutes $(or $(MINUTES),40)
