@@ -9,7 +9,7 @@ and a call that the coordinator answered, with whatever error, is never repeated
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -30,6 +30,7 @@ from protocol.certificates import Leaf
 from protocol.errors import UnreachableError
 from protocol.grpc_errors import from_rpc_error
 from protocol.grpc_options import CLIENT_OPTIONS
+from protocol.grpc_reads import read_message
 from protocol.ids import Digest, LeaseId, PeerId, RoundId, TaskKey, Version
 from protocol.keys import peer_id_of
 from protocol.rollout import Rollout
@@ -119,9 +120,8 @@ class ControlClient:
         request = control_pb2.FetchBatchRequest(round_id=round_id)
         samples: list[TrainSample] = []
         try:
-            stream: AsyncIterator[control_pb2.FetchBatchResponse]
-            stream = self._stub.FetchBatch(request, timeout=BATCH_DEADLINE_S)
-            async for part in stream:
+            call = self._stub.FetchBatch(request, timeout=BATCH_DEADLINE_S)
+            while (part := await read_message(call)) is not grpc.aio.EOF:
                 samples += [sample_of(sample) for sample in part.samples]
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, doing="fetching the batch") from error

@@ -16,6 +16,7 @@ from node.training.open_round import OpenRound, blame, suspects_of
 from node.training.optimizer import Vector, bytes_of
 from protocol.errors import PartConflictError, RoundStaleError, UnreachableError
 from protocol.grpc_errors import from_rpc_error
+from protocol.grpc_reads import read_message
 from protocol.ids import PeerId
 from protocol.round import Member
 from protocol.v1 import peer_pb2
@@ -151,7 +152,7 @@ async def _read(
     """Fills `into`; None if what comes has not its length."""
     position, squared_norm = 0, 0.0
     try:
-        async for message in call:
+        while (message := await read_message(call)) is not grpc.aio.EOF:
             end = position + len(message.data)
             if end > len(into) or (not message.data and into):
                 return None

@@ -4,7 +4,6 @@ Invariant: the file appears only when its bytes have the length and the digest t
 reading stops one byte after that length.
 """
 
-import asyncio
 import secrets
 from pathlib import Path
 from typing import IO
@@ -16,6 +15,7 @@ from node.compute.messages import FetchOptimizerState
 from protocol.errors import ChunkCorruptError, UnreachableError
 from protocol.grpc_errors import from_rpc_error
 from protocol.grpc_options import CLIENT_OPTIONS
+from protocol.grpc_reads import read_message
 from protocol.ids import PeerId
 from protocol.tls import channel_options
 from protocol.v1 import peer_pb2
@@ -52,8 +52,7 @@ async def _receive(stub: PeerServiceStub, request: FetchOptimizerState, file: IO
     call = stub.FetchOptimizer(peer_pb2.FetchOptimizerRequest(version=request.version))
     try:
         while received <= expected:
-            async with asyncio.timeout(STALL_S):
-                message = await call.read()
+            message = await read_message(call, deadline_s=STALL_S)
             if not isinstance(message, peer_pb2.FetchOptimizerResponse) or not message.data:
                 break
             received += len(message.data)

@@ -20,6 +20,7 @@ from node.weights.blobs import BlobStore
 from node.weights.content import chunk_length
 from protocol.errors import ChunkCorruptError, ChunkMissingError, HexcombError, UnreachableError
 from protocol.grpc_errors import from_rpc_error
+from protocol.grpc_reads import read_message
 from protocol.ids import Digest, PeerId, Version
 from protocol.manifest import Body, SignedManifest, digest_of
 from protocol.v1 import peer_pb2
@@ -219,8 +220,7 @@ async def _read(stub: PeerServiceStub, wanted: _Wanted, *, is_wanted: Callable[[
     data = bytearray()
     try:
         while len(data) <= wanted.max_bytes:
-            async with asyncio.timeout(STALL_S):
-                message = await call.read()
+            message = await read_message(call, deadline_s=STALL_S)
             if not isinstance(message, peer_pb2.FetchChunkResponse) or not message.data:  # the end, or no progress
                 break
             data += message.data

@@ -176,6 +176,45 @@ async def test_a_holder_that_hangs_does_not_hold_up_the_end(version: Version0) -
         assert version.is_complete()
 
 
+class WatchedCall:
+    """A call that notes reads which are cancelled before it is."""
+
+    def __init__(self, call: Any, given_up: list[str]) -> None:
+        self._call, self._given_up, self._is_over = call, given_up, False
+
+    async def read(self) -> Any:
+        try:
+            return await self._call.read()
+        except asyncio.CancelledError:
+            self._given_up.append("after its call" if self._is_over else "before its call")
+            raise
+
+    def cancel(self) -> None:
+        self._is_over = True
+        self._call.cancel()
+
+
+async def test_what_is_not_wanted_any_more_is_ended_by_its_call(
+    version: Version0, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up = list[str]()
+
+    class WatchedStub:
+        def __init__(self, channel: grpc.aio.Channel) -> None:
+            self._stub = PeerServiceStub(channel)
+
+        def FetchChunk(self, request: peer_pb2.FetchChunkRequest, *, timeout: float) -> WatchedCall:
+            return WatchedCall(self._stub.FetchChunk(request, timeout=timeout), given_up)
+
+    monkeypatch.setattr(fetching, "PeerServiceStub", WatchedStub)
+    async with serving(1, Liar(hanging, version.source)) as bad:
+        with pytest.raises(UnreachableError):
+            await version.fetch([bad], deadline_s=0.3)
+        async with serving(2, WeightService(version.source, nothing)) as good:
+            await version.fetch([bad, good])
+    assert set(given_up) == {"after its call"}
+
+
 async def test_nobody_answers(version: Version0, tmp_path: Path) -> None:
     async with serving(1, UnservedPeer()) as gone:
         pass
