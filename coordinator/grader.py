@@ -1,13 +1,13 @@
-"""The coordinator's side of the grading child: prompts and rewards on request, whatever happens to the child.
+"""The coordinator's side of grading: prompts and rewards on request, whatever happens to the children.
 
 Invariant: each completion handed in gets exactly one answer, and an answer that could not be had is None (missing).
-The child is started again when it dies or hangs. A batch on which that happened is asked for again one by one, so that
-a completion which kills the grader takes no other with it. Impure: a child process.
+A child is started again when it dies or hangs. A batch on which that happened is asked for again one by one, so that
+a completion which kills the grader takes no other with it. Impure: child processes.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,13 +15,13 @@ import msgspec
 import structlog
 
 from coordinator import grading
-from protocol.child import ChildProcess
-from protocol.errors import EngineError, HexcombError, UnreachableError
+from coordinator.rewards import FAULT, Fault, Rewards, Value, one_by_one, total
+from coordinator.warm_child import WarmChild, once_more
+from protocol.errors import HexcombError
 from protocol.ids import TaskKey
 from protocol.run import EnvironmentSpec
 
 WORKER = "coordinator.grader_worker"
-START_DEADLINE_S = 60.0
 ANSWER_DEADLINE_S = 60.0
 ONE_DEADLINE_S = 15.0
 """For a single task or completion: three times what the child itself allows."""
@@ -34,8 +34,8 @@ REMEMBER_S = 10.0
 
 PromptIds = tuple[int, ...]
 Pair = tuple[TaskKey, PromptIds]
+Graded = tuple[TaskKey, grading.Completion]
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
-T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -45,7 +45,8 @@ def _wire(keys: Sequence[TaskKey]) -> tuple[tuple[str, int, int], ...]:
 
 
 class Grader:
-    """One grading child; use as `async with Grader(...)`. Prompts are cached, since each is asked for three times."""
+    """One child with the environment, and one with the reward functions if the plan has any; use as
+    `async with Grader(...)`. Prompts are cached, since each is asked for three times."""
 
     def __init__(
         self,
@@ -54,26 +55,41 @@ class Grader:
         model_dir: Path,
         run_dir: Path,
         log_path: Path,
+        plan: grading.RewardPlan | None = None,
         worker: str = WORKER,
         deadline_s: float = ANSWER_DEADLINE_S,
     ) -> None:
-        self._open = grading.Open(environment, str(model_dir))
-        self._run_dir, self._log_path, self._worker, self._deadline_s = run_dir, log_path, worker, deadline_s
-        self._child: ChildProcess | None = None
-        self._starting = asyncio.Lock()
+        self.environment, self.plan, self._deadline_s = environment, plan or grading.RewardPlan(), deadline_s
+        self._warm = WarmChild(
+            worker,
+            grading.Open(environment, str(model_dir)),
+            grading.Opened,
+            run_dir=run_dir,
+            log_path=log_path,
+            stop_deadline_s=STOP_DEADLINE_S,
+        )
+        rewards_log = log_path.with_name("rewards.log")
+        self._rewards = Rewards(self.plan, run_dir=run_dir, log_path=rewards_log) if self.plan.functions else None
         self._prompts: OrderedDict[TaskKey, PromptIds] = OrderedDict()
         self._failures: dict[TaskKey, tuple[HexcombError, float]] = {}
         self._making: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "Grader":
-        await _once_more(self._ready)
+        try:
+            await once_more(self._warm.ready)
+            if self._rewards is not None:
+                await once_more(self._rewards.start)
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for task in self._making:
             task.cancel()
-        if self._child is not None:
-            await self._child.terminate(deadline_s=STOP_DEADLINE_S)
+        await self._warm.close()
+        if self._rewards is not None:
+            await self._rewards.close()
 
     async def prompts(self, keys: Sequence[TaskKey]) -> tuple[PromptIds, ...]:
         """The canonical prompt of each task. Raises `EngineError` or `UnreachableError` when they cannot be had, and
@@ -113,7 +129,7 @@ class Grader:
         try:
             await self.prompts(keys)
         except HexcombError as error:
-            await self._ready()  # with no child to be had it is not the tasks' fault
+            await self._warm.ready()  # with no child to be had it is not the tasks' fault
             if len(keys) == 1:
                 self._failures[keys[0]] = (error, asyncio.get_running_loop().time() + REMEMBER_S)
                 return
@@ -123,59 +139,54 @@ class Grader:
 
     async def held_out(self, limit: int) -> list[Pair]:
         """At most `limit` held-out tasks with their prompts. Raises as `prompts` does."""
-        made = await _once_more(lambda: self._ask(grading.HeldOut(limit), grading.Prompts))
+        made = await once_more(lambda: self._ask(grading.HeldOut(limit), grading.Prompts))
         return [(TaskKey(*task), ids) for task, ids in zip(made.tasks, made.prompt_ids, strict=True)]
 
-    async def scores(self, pairs: Sequence[Pair]) -> tuple[float | None, ...]:
+    async def scores(self, graded: Sequence[Graded]) -> tuple[float | None, ...]:
         """The reward of each completion, in order; None where it could not be had."""
         rewards: list[float | None] = []
-        for start in range(0, len(pairs), MAX_BATCH):
-            rewards += await self._scores(pairs[start : start + MAX_BATCH])
+        for start in range(0, len(graded), MAX_BATCH):
+            rewards += await self._totals(graded[start : start + MAX_BATCH])
         return tuple(rewards)
 
-    async def _scores(self, pairs: Sequence[Pair]) -> Sequence[float | None]:
-        request = grading.Score(_wire([key for key, _ in pairs]), tuple(ids for _, ids in pairs))
-        try:
-            return (await self._ask(request, grading.Scores)).rewards
-        except HexcombError as error:
-            log.error("a batch was not graded", num_completions=len(pairs), why=error.sentence())
-        if len(pairs) == 1:
-            return [None]
-        return [reward for pair in pairs for reward in await self._scores([pair])]
+    async def columns(self, keys: Sequence[TaskKey]) -> list[grading.Sample]:
+        """What reward functions are told of an empty completion of each task. Raises as `prompts` does."""
+        return list(await self._describe([(key, "") for key in keys]))
+
+    async def _totals(self, graded: Sequence[Graded]) -> list[float | None]:
+        by_reward: list[list[Value]] = []
+        samples = await self._samples(graded) if self.plan.functions else []
+        number = 0
+        for spec in self.plan.rewards:
+            if spec.function == grading.ENVIRONMENT:
+                scores = await one_by_one(graded, self._scores, what="the environment's score")
+                by_reward.append(scores)
+            else:
+                by_reward.append(await self._values(number, samples))
+                number += 1
+        weights = [spec.weight for spec in self.plan.rewards]
+        return [total(weights, values) for values in zip(*by_reward, strict=True)]
+
+    async def _samples(self, graded: Sequence[Graded]) -> list[grading.Sample | Fault]:
+        return await one_by_one(graded, self._describe, what="what rewards are told")
+
+    async def _values(self, number: int, samples: Sequence[grading.Sample | Fault]) -> list[Value]:
+        """What function `number` says of each sample; of one that could not be had it says nothing."""
+        assert self._rewards is not None
+        known = [sample for sample in samples if not isinstance(sample, Fault)]
+        values = iter(await self._rewards.values(number, known) if known else [])
+        return [FAULT if isinstance(sample, Fault) else next(values) for sample in samples]
+
+    async def _scores(self, graded: Sequence[Graded]) -> Sequence[Value]:
+        request = grading.Score(_wire([key for key, _ in graded]), tuple(completion for _, completion in graded))
+        return [FAULT if reward is None else reward for reward in (await self._ask(request, grading.Scores)).rewards]
+
+    async def _describe(self, graded: Sequence[Graded]) -> Sequence[grading.Sample]:
+        request = grading.Describe(_wire([key for key, _ in graded]), tuple(completion for _, completion in graded))
+        return (await self._ask(request, grading.Samples)).samples
 
     async def _ask(self, request: grading.Request, reply: type[ReplyT]) -> ReplyT:
-        """The child's answer; a child that hangs is ended, so that the next request meets a new one."""
-        child = await self._ready()
-        is_one = isinstance(request, grading.Score | grading.MakePrompts) and len(request.tasks) == 1
-        deadline_s = min(self._deadline_s, ONE_DEADLINE_S) if is_one else self._deadline_s
-        try:
-            return await child.request(request, reply, deadline_s=deadline_s)
-        except UnreachableError:
-            await child.terminate(deadline_s=STOP_DEADLINE_S)
-            raise
-
-    async def _ready(self) -> ChildProcess:
-        async with self._starting:
-            if self._child is None or self._child.is_closed:
-                self._child = await self._start()
-            return self._child
-
-    async def _start(self) -> ChildProcess:
-        child = await ChildProcess.start(
-            self._worker, run_dir=self._run_dir, log_path=self._log_path, deadline_s=START_DEADLINE_S
-        )
-        try:
-            await child.request(self._open, grading.Opened, deadline_s=START_DEADLINE_S)
-        except BaseException:
-            await child.terminate(deadline_s=STOP_DEADLINE_S)
-            raise
-        return child
-
-
-async def _once_more(ask: Callable[[], Awaitable[T]]) -> T:
-    """Asks again where the child was lost: what needs an answer when the coordinator starts must not hang on one."""
-    try:
-        return await ask()
-    except (EngineError, UnreachableError) as error:
-        log.error("the grader was lost, asking once more", why=error.sentence())
-        return await ask()
+        """The child's answer, for which a single task or completion has less time."""
+        is_many = isinstance(request, grading.Open | grading.HeldOut) or len(request.tasks) != 1
+        deadline_s = self._deadline_s if is_many else min(self._deadline_s, ONE_DEADLINE_S)
+        return await self._warm.request(request, reply, deadline_s=deadline_s)

@@ -8,6 +8,7 @@ never 0.
 import argparse
 import asyncio
 import io
+import json
 import os
 import resource
 import signal
@@ -62,7 +63,10 @@ class Grader:
                 return self._prompts([task.key for task in environment.held_out(limit)])
             case grading.Score(tasks=tasks, completions=completions):
                 pairs = zip(tasks, completions, strict=True)
-                return grading.Scores(tuple(self._score(TaskKey(*task), ids) for task, ids in pairs))
+                return grading.Scores(tuple(self._score(TaskKey(*task), said) for task, said in pairs))
+            case grading.Describe(tasks=tasks, completions=completions):
+                pairs = zip(tasks, completions, strict=True)
+                return grading.Samples(tuple(self._describe(TaskKey(*task), said) for task, said in pairs))
         raise EngineError(f"the grader got a request that it does not know: {type(request).__name__}")
 
     def _opened(self) -> tuple[Environment, Tokenizer]:
@@ -84,11 +88,24 @@ class Grader:
             self._tasks[key] = regenerate(environment, key)
         return self._tasks[key]
 
-    def _score(self, key: TaskKey, completion_ids: tuple[int, ...]) -> float | None:
-        environment, tokenizer = self._opened()
+    def _describe(self, key: TaskKey, completion: grading.Completion) -> grading.Sample:
+        """The completion with its task's record, as far as JSON can carry it."""
+        _, tokenizer = self._opened()
+        task = self._task(key)
+        ids = tokenizer.encode(completion) if isinstance(completion, str) else completion
+        answer = task.answer if task.entry.get("answer", task.answer) is not None else None
+        columns = json.dumps({**task.entry, "answer": answer}, default=str, skipkeys=True)
+        return grading.Sample(task.prompt, self._text(completion), ids, columns)
+
+    def _text(self, completion: grading.Completion) -> str:
+        _, tokenizer = self._opened()
+        return completion if isinstance(completion, str) else tokenizer.decode(completion)
+
+    def _score(self, key: TaskKey, completion: grading.Completion) -> float | None:
+        environment, _ = self._opened()
         signal.setitimer(signal.ITIMER_REAL, SCORE_LIMIT_S)
         try:
-            return environment.score(self._task(key), tokenizer.decode(completion_ids))
+            return environment.score(self._task(key), self._text(completion))
         except (TooSlow, SystemExit, Exception):
             traceback.print_exc()
             return None

@@ -1,8 +1,41 @@
-"""What the coordinator and its grading child say to each other. Pure: types alone."""
+"""What the coordinator and its grading children say to each other. Pure: types alone."""
 
 import msgspec
 
 from protocol.run import EnvironmentSpec
+
+ENVIRONMENT = "environment"
+"""The reward that is the task's own score."""
+
+Completion = tuple[int, ...] | str
+"""Token ids as a node sent them, or a text that the coordinator made up itself."""
+
+
+class RewardSpec(msgspec.Struct, frozen=True):
+    """One reward of a run: `environment`, `math-verify` or `module:function`; how it is called, and what it counts."""
+
+    function: str = ENVIRONMENT
+    weight: float = 1.0
+    is_chat: bool = False
+
+
+class RewardPlan(msgspec.Struct, frozen=True):
+    """All rewards of a run, and what their process may have: seconds for each call, bytes of address space. Functions
+    are looked for in `folder` first; `hidden` are folders that they must not read."""
+
+    rewards: tuple[RewardSpec, ...] = (RewardSpec(),)
+    timeout_s: float = 10.0
+    memory_bytes: int = 2 << 30
+    folder: str | None = None
+    hidden: tuple[str, ...] = ()
+
+    @property
+    def functions(self) -> tuple[RewardSpec, ...]:
+        """Those that run in the sandbox."""
+        return tuple(spec for spec in self.rewards if spec.function != ENVIRONMENT)
+
+
+# To the child with the environment
 
 
 class Open(msgspec.Struct, tag=True, frozen=True):
@@ -38,17 +71,71 @@ class Prompts(msgspec.Struct, tag=True, frozen=True):
 
 
 class Score(msgspec.Struct, tag=True, frozen=True):
-    """Rewards of completions. Reply: `Scores`."""
+    """The environment's own scores of completions. Reply: `Scores`."""
 
     tasks: tuple[tuple[str, int, int], ...]
-    completions: tuple[tuple[int, ...], ...]
+    completions: tuple[Completion, ...]
 
 
 class Scores(msgspec.Struct, tag=True, frozen=True):
-    """One reward for each completion; None = missing (a fault of the grader, never a zero)."""
+    """One score for each completion; None = missing (a fault of the grader, never a zero)."""
 
     rewards: tuple[float | None, ...]
 
 
-Request = Open | MakePrompts | HeldOut | Score
-Reply = Opened | Prompts | Scores
+class Describe(msgspec.Struct, tag=True, frozen=True):
+    """What reward functions want to know of completions. Reply: `Samples`."""
+
+    tasks: tuple[tuple[str, int, int], ...]
+    completions: tuple[Completion, ...]
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One completion as a reward function sees it; `columns` is a JSON object."""
+
+    prompt: str
+    completion: str
+    completion_ids: tuple[int, ...]
+    columns: str
+
+
+class Samples(msgspec.Struct, tag=True, frozen=True):
+    """In the order asked."""
+
+    samples: tuple[Sample, ...]
+
+
+# To the child with the reward functions
+
+
+class OpenRewards(msgspec.Struct, tag=True, frozen=True):
+    """First request; the child confines itself before it imports a function. Reply: `RewardsOpened`."""
+
+    plan: RewardPlan
+
+
+class RewardsOpened(msgspec.Struct, tag=True, frozen=True):
+    """The functions are there. `holds` and `lacks` are the promises of the sandbox that this machine keeps, and those
+    that it does not."""
+
+    holds: tuple[str, ...]
+    lacks: tuple[str, ...]
+
+
+class Call(msgspec.Struct, tag=True, frozen=True):
+    """Calls the function of that number among the plan's functions, once. Reply: `Values`."""
+
+    number: int
+    samples: tuple[Sample, ...]
+
+
+class Values(msgspec.Struct, tag=True, frozen=True):
+    """What the function returned, None = it leaves this sample out; `faults` are the places where it returned no
+    number."""
+
+    values: tuple[float | None, ...]
+    faults: tuple[int, ...]
+
+
+Request = Open | MakePrompts | HeldOut | Score | Describe
+RewardRequest = OpenRewards | Call

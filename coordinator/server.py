@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import structlog
 
+from coordinator import canary
 from coordinator.announcements import Announcer
 from coordinator.authority import Authority
 from coordinator.control_service import ControlService
@@ -98,8 +99,10 @@ class Coordinator:
             model_dir=self._run.base,
             run_dir=self._home.runtime_folder,
             log_path=self._home.path / "grader.log",
+            plan=self._run.rewards(hidden=[self._home.path]),
         )
         async with grader:
+            await canary.check(grader, is_allowed=self._run.task.allow_fooled_grader)
             await self.run(grader, stop)
 
     async def run(self, grader: Grader, stop: asyncio.Event) -> None:
@@ -176,7 +179,7 @@ class Coordinator:
         await join.start()
         parts = [
             self._carry_out(announcer), scoring.run(), self.pieces.run(), self._tick(), self._follow_directory(),
-            self._renew(leaf), serve_http(app, status), _until_cancelled(control, join),
+            self._renew(leaf), serve_http(app, status), canary.watch(grader), _until_cancelled(control, join),
         ]  # fmt: skip
         started = [tasks.create_task(part) for part in parts]
         self._home.write_addresses(self.addresses)

@@ -6,12 +6,14 @@ in `read_run_file`, which reads the file.
 
 import difflib
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from coordinator.core.rules import Rules
+from coordinator.grading import RewardPlan, RewardSpec
 from protocol.endpoint import parse_endpoint
 from protocol.errors import UnknownSettingError, UsageError
 from protocol.ids import RunId
@@ -26,15 +28,40 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class RewardSection(Section):
+    """`[[task.rewards]]`: `environment`, `math-verify` or `module:function`. With `format = "chat"` prompts and
+    completions are lists of messages, as some functions expect them."""
+
+    function: str = Field(pattern=r"^(environment|math-verify|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    weight: float = 1.0
+    format: Literal["text", "chat"] = "text"
+
+
+class RewardLimitsSection(Section):
+    """`[task.reward_limits]`: what reward functions may take, in seconds for one call and MB of address space."""
+
+    timeout_s: float = Field(10.0, gt=0, le=600)
+    memory_mb: int = Field(2048, ge=256, le=65_536)
+
+
 class TaskSection(Section):
-    """`[task]`: the environment and its parameters. With `num_tasks` the sequence of tasks repeats itself after so
-    many, and the coordinator remembers how long each one's completions were."""
+    """`[task]`: the environment and its parameters, and what completions are worth. With `num_tasks` the sequence of
+    tasks repeats itself after so many, and the coordinator remembers how long each one's completions were."""
 
     environment: str
     params: dict[str, int | float | str | bool] = {}
     prompt: Literal["question", "expression"] = "question"
     seed: int = 0
     num_tasks: int = Field(0, ge=0, le=10_000_000)
+    rewards: list[RewardSection] = Field([], max_length=16)
+    reward_limits: RewardLimitsSection = RewardLimitsSection()
+    allow_fooled_grader: bool = False
+
+    @model_validator(mode="after")
+    def _has_a_goal(self) -> "TaskSection":
+        if self.rewards and not any(reward.weight > 0 for reward in self.rewards):
+            raise ValueError("no reward has a weight above 0")
+        return self
 
 
 class SamplingSection(Section):
@@ -139,6 +166,18 @@ class RunFile(Section):
     limits: LimitsSection = LimitsSection()
     evaluation: EvaluationSection = EvaluationSection()
     listen: ListenSection = ListenSection()
+    _folder: Path | None = PrivateAttr(None)
+
+    def rewards(self, *, hidden: Sequence[Path] = ()) -> RewardPlan:
+        """What completions are worth, for the grader alone; functions must not read the `hidden` folders."""
+        named = [RewardSpec(one.function, one.weight, one.format == "chat") for one in self.task.rewards]
+        return RewardPlan(
+            rewards=tuple(named) or (RewardSpec(),),
+            timeout_s=self.task.reward_limits.timeout_s,
+            memory_bytes=self.task.reward_limits.memory_mb << 20,
+            folder=None if self._folder is None else str(self._folder),
+            hidden=tuple(map(str, hidden)),
+        )
 
     @property
     def environment(self) -> EnvironmentSpec:
@@ -194,7 +233,9 @@ def read_run_file(path: Path) -> RunFile:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the run file {path} is not TOML", why=str(error), remedy="Mend the line.") from error
     run = parse_run_file(content)
-    return run.model_copy(update={"base": (path.parent / run.base).resolve()})
+    run = run.model_copy(update={"base": (path.parent / run.base).resolve()})
+    run._folder = path.parent.resolve()
+    return run
 
 
 def parse_run_file(content: dict[str, Any]) -> RunFile:
@@ -219,8 +260,9 @@ def valid_keys(section: type[BaseModel] = RunFile, prefix: str = "") -> list[str
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            keys += valid_keys(kind, f"{prefix}{name}.")
+        for part in (kind, *get_args(kind)):
+            if isinstance(part, type) and issubclass(part, Section):
+                keys += valid_keys(part, f"{prefix}{name}.")
     return keys
 
 

@@ -37,6 +37,9 @@ STREAM_BUFFER_BYTES = 2**20
 MAX_RUN_DIR_BYTES = 76
 """A socket's path has at most 103 bytes on some systems; children add names of up to 27 of their own."""
 
+UNTRUSTED_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+MAX_UNTRUSTED_FRAME_BYTES = 2**20
+
 
 class ChildProcess:
     """One running child; made by `start`, over when `wait_closed` returns."""
@@ -57,6 +60,7 @@ class ChildProcess:
         self._closed, self._news = asyncio.Event(), asyncio.Event()
         self._complaint = ""
         self._stopping = False
+        self._max_frame_bytes = wire.MAX_FRAME_BYTES
         self._event_kind: Any = None
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._reader: asyncio.StreamReader
@@ -75,13 +79,15 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         events: Any = None,
         max_queued_events: int = 256,
+        is_trusted: bool = True,
     ) -> Self:
         """Starts `python -m module` and returns once it has said hello; raises EngineError with its last
         lines.
 
         `events` is the type (a tagged union of Structs) of what the child says unasked. While
         `max_queued_events` wait, nothing more is read from the child: whoever awaits replies must not be the
-        only reader of events.
+        only reader of events. A child that is not trusted gets no environment but `UNTRUSTED_ENVIRONMENT`, and
+        may send no more than `MAX_UNTRUSTED_FRAME_BYTES` at once.
         """
         check_private(run_dir)
         socket_path = run_dir / f"{secrets.token_hex(6)}.sock"
@@ -100,7 +106,9 @@ class ChildProcess:
 
         server = await asyncio.start_unix_server(on_connection, path=socket_path, limit=STREAM_BUFFER_BYTES)
         try:
-            child = await cls._spawn(module, socket_path, log_path, args=args, env=env or {})
+            environment = {**_inherited(is_trusted=is_trusted), "PYTHONPATH": _import_path(), **(env or {})}
+            child = await cls._spawn(module, socket_path, log_path, args=args, environment=environment)
+            child._max_frame_bytes = wire.MAX_FRAME_BYTES if is_trusted else MAX_UNTRUSTED_FRAME_BYTES
             child._event_kind, child._events = events, asyncio.Queue(max_queued_events)
             await child._greet(arrived, deadline_s=deadline_s)
         finally:
@@ -176,11 +184,8 @@ class ChildProcess:
 
     @classmethod
     async def _spawn(
-        cls, module: str, socket_path: Path, log_path: Path, *, args: Sequence[str], env: Mapping[str, str]
+        cls, module: str, socket_path: Path, log_path: Path, *, args: Sequence[str], environment: Mapping[str, str]
     ) -> Self:
-        # The child resolves imports as the daemon does, never from the folder it happens to run in.
-        import_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        environment = {**os.environ, "PYTHONPATH": import_path, "PYTHONUNBUFFERED": "1", **env}
         descriptor, log_start = open_log(log_path)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -252,7 +257,7 @@ class ChildProcess:
         """Until the connection ends; what is not of the protocol ends it and becomes the complaint."""
         try:
             while True:
-                await self._take(await read_envelope(self._reader))
+                await self._take(await read_envelope(self._reader, max_bytes=self._max_frame_bytes))
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         except HexcombError as error:
@@ -295,3 +300,14 @@ class ChildProcess:
             self._process.send_signal(number)
         except ProcessLookupError:
             return
+
+
+def _import_path() -> str:
+    """The child resolves imports as the daemon does, never from the folder it happens to run in."""
+    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+
+
+def _inherited(*, is_trusted: bool) -> dict[str, str]:
+    """What a child learns of the daemon's environment."""
+    names = os.environ if is_trusted else [name for name in UNTRUSTED_ENVIRONMENT if name in os.environ]
+    return {**{name: os.environ[name] for name in names}, "PYTHONUNBUFFERED": "1"}

@@ -30,10 +30,10 @@ PROTOCOL_BROKEN = 70
 _PR_SET_PDEATHSIG = 1
 
 
-async def read_envelope(reader: asyncio.StreamReader) -> wire.Envelope:
+async def read_envelope(reader: asyncio.StreamReader, *, max_bytes: int = wire.MAX_FRAME_BYTES) -> wire.Envelope:
     """The next envelope; raises IncompleteReadError at the end, EngineError for what breaks the protocol."""
     header = await reader.readexactly(wire.HEADER_BYTES)
-    return wire.decode_envelope(await reader.readexactly(wire.payload_bytes(header)))
+    return wire.decode_envelope(await reader.readexactly(wire.payload_bytes(header, max_bytes=max_bytes)))
 
 
 async def serve(

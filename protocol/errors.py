@@ -47,6 +47,15 @@ class UnknownSettingError(UsageError):
     exit_code = 2
 
 
+class GraderFooledError(UsageError):
+    """The rewards of a run give full marks to an answer that is known to be wrong, or none to a right one."""
+
+    code = "GRADER_FOOLED"
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
+    exit_code = 2
+
+
 class DaemonNotRunningError(HexcombError):
     """No daemon answers on the home folder's socket."""
 

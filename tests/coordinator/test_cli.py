@@ -107,6 +107,21 @@ def test_a_coordinator_starts_answers_stops_and_comes_back_at_the_same_ports(
     checked(run("invite", "create", "--home", home), 3, "no coordinator runs here")
 
 
+def test_rewards_that_can_be_fooled_are_refused_unless_the_run_file_allows_them(
+    base: Path, make_home: Callable[[], Path], tmp_path: Path
+) -> None:
+    graders = Path(__file__).with_name("citizens") / "graders.py"
+    (tmp_path / "graders.py").write_text(graders.read_text())
+    task: dict[str, Any] = {"rewards": [{"function": "graders:contains", "weight": 2.0}]}
+    refused = run("serve", write_run(tmp_path, base, task=task), "--home", make_home() / "home")
+    _, _, err = checked(refused, 2, "all numbers from 0 to 999 gets full marks")
+    assert "allow_fooled_grader" in err
+    sound = {"rewards": [{"function": "graders:exact"}]}
+    for good in ({**task, "allow_fooled_grader": True}, sound):
+        with serving(write_run(tmp_path, base, task=good), make_home() / "home"):
+            pass
+
+
 def checked(result: tuple[int, str, str], code: int, words: str) -> tuple[int, str, str]:
     """The result, once it is one error in words, with this exit code."""
     assert result[0] == code, result

@@ -39,8 +39,8 @@ class ToyGrader(Grader):
 
     @property
     def pid(self) -> int:
-        assert self._child is not None
-        return self._child.pid
+        assert self._warm.child is not None
+        return self._warm.child.pid
 
 
 def toy_on(folder: Path, *, worker: str = "tests.coordinator.toy_grader") -> ToyGrader:
@@ -97,12 +97,12 @@ async def test_the_cache_of_prompts_is_bounded(grader: Grader, monkeypatch: pyte
 
 
 async def test_a_task_of_another_environment_is_refused_and_the_child_lives(grader: Grader) -> None:
-    before = grader._child
+    before = grader._warm.child
     for key in (TaskKey("other", 0, 0), TaskKey("chain_sum", 0, -1)):
         with pytest.raises(UsageError):
             await grader.prompts([key])
     assert await grader.scores([(TaskKey("other", 0, 0), (7,))]) == (None,)
-    assert grader._child is before
+    assert grader._warm.child is before
 
 
 async def test_a_grader_that_cannot_open_says_why_and_leaves_no_child(
@@ -117,7 +117,7 @@ async def test_a_grader_that_cannot_open_says_why_and_leaves_no_child(
     graders = [Grader(spec, model_dir=path, run_dir=run_dir, log_path=run_dir / "log") for spec, path, _ in cases]
     errors = await asyncio.gather(*(grader.__aenter__() for grader in graders), return_exceptions=True)
     assert [type(error) for error in errors] == [kind for _, _, kind in cases]
-    assert [grader._child for grader in graders] == [None] * 3
+    assert [grader._warm.child for grader in graders] == [None] * 3
 
 
 # Faults
@@ -153,7 +153,7 @@ async def test_a_child_killed_in_mid_batch_still_gives_one_answer_for_each(toy: 
     pid = toy.pid
     scoring = asyncio.create_task(toy.rewards("hang", *["right"] * 40, "wrong"))
     await asyncio.sleep(0)
-    while toy._child is None or not toy._child._pending:  # noqa: ASYNC110 - the request is on its way to the child
+    while toy._warm.child is None or not toy._warm.child._pending:  # noqa: ASYNC110 - the request is on its way to the child
         await asyncio.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     assert await scoring == [None, *[1.0] * 40, 0.0]
@@ -183,9 +183,9 @@ async def test_a_child_lost_while_the_coordinator_starts_is_asked_once_more(toy:
 
 async def test_a_child_that_cannot_start_leaves_rewards_missing(toy: ToyGrader) -> None:
     os.kill(toy.pid, signal.SIGKILL)
-    toy._worker = "tests.coordinator.no_such_module"
+    toy._warm.worker = "tests.coordinator.no_such_module"
     assert await toy.rewards("right", "wrong") == [None, None]
-    toy._worker = "tests.coordinator.toy_grader"
+    toy._warm.worker = "tests.coordinator.toy_grader"
     assert await toy.rewards("right", "wrong") == [1.0, 0.0]
 
 

@@ -52,7 +52,9 @@ def closure(names: Iterable[str]) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize(("package", "extras"), [("protocol", ()), ("coordinator", ()), ("node", ("cpu", "gpu"))])
+@pytest.mark.parametrize(
+    ("package", "extras"), [("protocol", ()), ("coordinator", ("math",)), ("node", ("cpu", "gpu"))]
+)
 def test_every_import_is_declared(package: str, extras: tuple[str, ...]) -> None:
     modules = [path for path in product() if path.is_relative_to(ROOT / package)]
     names = {name for path in modules for name in imported(parse(path))}
