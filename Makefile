@@ -67,6 +67,9 @@ bench-coordinator: setup ## figures of the coordinator against their thresholds 
 .PHONY: bench-rollout
 bench-rollout: setup ## figures of the rollout daemon against a bare engine (about fifteen minutes); PARTS="tiny real swap" for some
 	@$(BIN)/python -m tests.bench.rollout $(PARTS)
+.PHONY: bench-node
+bench-node: setup ## what a node costs its owner: memory, the time of `hexcomb status`, what a kill leaves (a minute)
+	@$(BIN)/python -m tests.bench.node
 
 .PHONY: soak
 soak: setup ## a swarm whose processes are killed at random for MINUTES (40), and what must stay flat meanwhile

@@ -60,6 +60,9 @@ def join(
     detach: Detach = False,
 ) -> None:
     """Join a run by its invite and start working (the same as join-swarm)."""
+    from node.lean import import_log_library
+
+    import_log_library()
     from node.startup import join_and_start
 
     options = {"name": name, "role": role, "engine": engine, "threads": threads, "listen_host": listen}
@@ -69,6 +72,9 @@ def join(
 @app.command(epilog="Example:  hexcomb up --detach")
 def up(home: Home = None, detach: Detach = False) -> None:
     """Start the node of a home that has joined."""
+    from node.lean import import_log_library
+
+    import_log_library()
     from node.startup import start
 
     start(_home(home), detach=detach)
@@ -106,14 +112,31 @@ def fetch(version: int, home: Home = None, as_json: AsJson = False) -> None:
 
 @app.command(epilog="Example:  hexcomb pause")
 def pause(home: Home = None) -> None:
-    """Take no new work; weights are still passed on."""
+    """Take no new work and free the machine: leases or the round end first, or are given back; weights are still
+    passed on."""
     _ask(home, "pause", deadline_s=5.0)
 
 
 @app.command(epilog="Example:  hexcomb resume")
 def resume(home: Home = None) -> None:
-    """Take work again."""
+    """Take work again, as far as the limits in node.toml allow it."""
     _ask(home, "resume", deadline_s=5.0)
+
+
+@app.command(epilog="Examples:  hexcomb finish    hexcomb finish --deadline 300")
+def finish(
+    home: Home = None,
+    deadline: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which what is not complete is given back.")
+    ] = None,
+) -> None:
+    """Complete the present leases, or the present round, take no new ones, and stop the node.
+
+    Shows what is still open and returns when the node has stopped; interrupting the command does not keep the node."""
+    from node.startup import finish as finish_node
+
+    finish_node(_home(home), deadline_s=deadline, say=_say)
+    _say("the node has finished and stopped")
 
 
 @app.command(epilog="Example:  less $(hexcomb logs)/compute.log")
@@ -259,11 +282,9 @@ def _home(chosen: Path | None) -> Path:
 
 
 def _ask(home: Path | None, verb: str, *, deadline_s: float, **fields: Any) -> dict[str, Any]:
-    import asyncio
+    from protocol.local_ask import ask_now
 
-    from protocol.local_socket import ask
-
-    return asyncio.run(ask(home_socket(_home(home), "daemon.sock"), verb, deadline_s=deadline_s, **fields))
+    return ask_now(home_socket(_home(home), "daemon.sock"), verb, deadline_s=deadline_s, **fields)
 
 
 def _print(answer: dict[str, Any], *, as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
@@ -284,6 +305,16 @@ def _show_status(answer: dict[str, Any]) -> None:
     print(f"  engine       {answer['engine'] or '-'}, {rate}, {answer['tokens']} tokens in all")
     print(f"  rollouts     {taken} accepted, {answer['leases']} leases open")
     print(f"  directory    {directory['num_neighbours']} neighbours, peer service {answer['endpoint']}")
+    limits = answer["limits"]
+    if limits["set"]:
+        print(f"  limits       {', '.join(f'{name} = {value}' for name, value in limits['set'].items())}")
+    if answer["finishing"]:
+        left = "" if answer["finish_in_s"] is None else f", at the latest in {max(answer['finish_in_s'], 0):.0f} s"
+        print(f"! finishing, as its owner asked{left}")
+    elif answer["paused"]:
+        print(f"! paused: {answer['paused']}")
+    for what in limits["not_available"]:
+        print(f"! limit not available: {what}")
     if answer["trouble"]:
         print(f"! {answer['trouble']}")
 

@@ -74,7 +74,7 @@ class Node:
             run_dir=self.home.runtime_folder(),
             log_path=self.home.path / "logs" / "compute.log",
             deadline_s=COMPUTE_START_DEADLINE_S,
-            env=thread_environment(self.settings.threads),
+            env=thread_environment(self.settings.num_threads),
             events=ChildEvent,
         )
 

@@ -15,6 +15,7 @@ from typing import assert_never
 import grpc
 import structlog
 
+from node.bandwidth import Throttle
 from node.context import Node
 from node.control import ControlClient
 from node.holders import announced_holders
@@ -31,12 +32,14 @@ from node.orders import (
     VersionAnnounced,
     Welcome,
 )
+from node.owner import OwnerWatch
 from node.presence import Presence
 from node.renewal import Renewal, is_expired
 from node.session import Session
 from node.settings import NodeSettings
 from node.socket import verbs_of
 from node.state import NodeState
+from node.surroundings import Surroundings
 from node.versions import Versions
 from node.weights.fetch import Holder
 from node.weights.service import WeightService
@@ -71,6 +74,7 @@ class Daemon:
             coordinator_key=joined.coordinator_key,
             leaf=lambda: served.leaf,
             find=self._find_holders,
+            throttle=Throttle(settings.limits.download_mbit_per_s),
         )
         presence = Presence(
             home=home,
@@ -83,6 +87,13 @@ class Daemon:
         session = Session(control, hello=presence.hello, heartbeat=presence.heartbeat, deliver=self._deliver)
         self.node = Node(home, joined, settings, served, state, control, versions, presence, session)
         self.work = Work(self.node)
+        limits = settings.limits
+        self._owner = OwnerWatch(
+            state,
+            Surroundings(limits.standing(), limits.idle_cpu_share),
+            memory_bytes=limits.memory_bytes,
+            on_change=session.beat_now,
+        )
         self._stop = asyncio.Event()
         self.answers = asyncio.Event()
         self.was_interrupted, self._told_s = False, 0.0
@@ -90,6 +101,16 @@ class Daemon:
     def stop(self) -> None:
         """Asks the daemon to end; it takes up to `STOP_DEADLINE_S` seconds."""
         self._stop.set()
+
+    def finish(self, *, deadline_s: float | None) -> None:
+        """Asks the daemon to take no new work, to complete what it has, for `deadline_s` seconds at the most, and to
+        end then."""
+        state = self.node.state
+        state.finishing = True
+        state.finish_by_s = None if deadline_s is None else time.monotonic() + deadline_s
+        log.info("node is to finish", deadline_s=deadline_s, num_leases=self.work.num_leases)
+        state.changed()
+        self.node.session.beat_now()
 
     async def run(self) -> None:
         """Until `stop`, SIGTERM or SIGINT; a second signal, later, ends the process at once."""
@@ -120,7 +141,14 @@ class Daemon:
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(part)
-                for part in (node.session.run(), node.presence.run(), self.work.run(), Renewal(node).run())
+                for part in (
+                    node.session.run(),
+                    node.presence.run(),
+                    self.work.run(),
+                    Renewal(node).run(),
+                    self._owner.run(),
+                    self._finish_when_told(),
+                )
             ]
             await self._stop.wait()
             node.state.activity = "stopping"
@@ -128,6 +156,14 @@ class Daemon:
             for task in running:
                 task.cancel()
             asyncio.get_running_loop().call_later(STOP_DEADLINE_S, self._give_up)
+
+    async def _finish_when_told(self) -> None:
+        state = self.node.state
+        while not state.finishing:
+            await state.wait_changed(state.ticks)
+        await self.work.wait_until_idle(ends_s=state.finish_by_s)
+        log.info("node has finished", num_leases_given_back=self.work.num_leases)
+        self.stop()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._stop.is_set():
@@ -144,7 +180,9 @@ class Daemon:
         """Serves chunks and manifests on any free port of the listening address."""
         node = self.node
         server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=256)
-        add_PeerServiceServicer_to_server(WeightService(node.versions.blobs, node.versions.signed), server)
+        throttle = Throttle(node.settings.limits.upload_mbit_per_s)
+        service = WeightService(node.versions.blobs, node.versions.signed, throttle=throttle)
+        add_PeerServiceServicer_to_server(service, server)
         credentials = server_credentials(node.served, coordinator_key=node.joined.coordinator_key)
         try:
             port = server.add_secure_port(f"{node.settings.listen_host}:0", credentials)

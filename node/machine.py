@@ -73,11 +73,15 @@ async def measure(node: Node, model_dir: Path) -> Capability:
     if known is None:
         child = await node.start_compute()
         try:
-            known = await child.request(Probe(str(model_dir)), Probed, deadline_s=PROBE_DEADLINE_S)
+            known = await child.request(
+                Probe(str(model_dir), node.settings.limits.gpu_memory_share), Probed, deadline_s=PROBE_DEADLINE_S
+            )
         finally:
             await child.terminate()
         cache.write_bytes(msgspec.json.encode({key: known}))
-    return Capability(known.decode_tokens_per_s, known.train_tokens_per_s, known.memory_bytes, known.device)
+    allowed = node.settings.limits.memory_bytes or known.memory_bytes
+    memory_bytes = min(known.memory_bytes, allowed)
+    return Capability(known.decode_tokens_per_s, known.train_tokens_per_s, memory_bytes, known.device)
 
 
 def machine_key(model_dir: Path) -> str:

@@ -31,7 +31,8 @@ class RolloutView:
     the calls for further ones; `rtt_s` is what such a call takes, `service_s` what the engine takes for a lease.
     `version_ready` is the newest version whose weights lie on disk; `fetching` and `loading` are under way;
     `failed_until_s` holds fetches back after one failed, `no_work_until_s` holds wishes for work back after one was
-    refused (0 = the last was granted). Without `interrupt` running samples finish under the weights that they began
+    refused (0 = the last was granted). `paused` says why its owner wants no new work now.
+    Without `interrupt` running samples finish under the weights that they began
     with.
     """
 
@@ -154,7 +155,7 @@ def _wait_for_engine(view: RolloutView) -> Action | None:
 
 
 def _respect_owner(view: RolloutView) -> Action | None:
-    return Wait(f"paused: {view.paused}") if view.paused else None
+    return Wait(view.paused) if view.paused else None
 
 
 def _ask(view: RolloutView) -> Action | None:

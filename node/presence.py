@@ -193,7 +193,7 @@ class Presence:
         capability, now_ms = self._state.capability, self._state.now_ms()
         return Record(
             peer_id=self._home.peer_id,
-            role=self._state.role,
+            role=self._state.acting_role,
             device=capability.device[:48] if capability else "unmeasured",
             decode_tokens_per_s=capability.decode_tokens_per_s if capability else 0.0,
             train_tokens_per_s=capability.train_tokens_per_s if capability else 0.0,

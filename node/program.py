@@ -1,7 +1,6 @@
 """Which program this is. Impure once: asks the installation."""
 
 from functools import cache
-from importlib import metadata
 
 DISTRIBUTION = "hexcomb"
 
@@ -9,6 +8,8 @@ DISTRIBUTION = "hexcomb"
 @cache
 def version() -> str:
     """The installed version, or "unknown" in a bare checkout."""
+    from importlib import metadata  # it takes longer than all that `hexcomb status` does
+
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

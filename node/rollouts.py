@@ -91,6 +91,11 @@ class RolloutWork:
         """Leases outstanding."""
         return len(self._leases)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether leases are outstanding or being asked for."""
+        return bool(self._leases) or self._num_asking > 0
+
     async def _start(self) -> None:
         node = self._node
         head = node.versions.head
@@ -109,6 +114,7 @@ class RolloutWork:
             contract=node.spec.sampling,
             piece_tokens=node.spec.piece_tokens,
             piece_s=node.spec.piece_s,
+            gpu_memory_share=node.settings.limits.gpu_memory_share,
         )
         started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
         node.state.engine = started.engine
@@ -176,9 +182,17 @@ class RolloutWork:
             service_s=self._service_s,
             failed_until_s=self._failed_until_s,
             no_work_until_s=self._no_work_until_s,
-            paused=node.state.paused,
+            paused=self._reason_to_rest(),
             interrupt=node.spec.interrupt,
         )
+
+    def _reason_to_rest(self) -> str:
+        reason = self._node.state.unwilling
+        return f"{reason}; {self._open_words()} end first" if reason and self.has_work else reason
+
+    def _open_words(self) -> str:
+        num_open = len(self._leases) + self._num_asking
+        return f"{num_open} {'lease' if num_open == 1 else 'leases'}"
 
     async def _fetch(self, version: Version) -> None:
         try:

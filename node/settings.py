@@ -9,13 +9,76 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import psutil
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from node.limits import Limits, parse_hours
 from protocol.errors import UnknownSettingError, UsageError
 
 FILE_NAME = "node.toml"
+MIN_MBIT_PER_S = 1.0
 RoleWish = Literal["auto", "trainer", "rollout"]
 EngineWish = Literal["auto", "vllm", "transformers"]
+
+
+class LimitSettings(BaseModel):
+    """`[limits]`: what the machine's owner lets the node take. 0, empty or false = no such limit.
+
+    `hours` are ranges of the local clock like `22:00-07:00, 12:30-13:30`. `idle_only_s`: work only after others have
+    left the machine alone for so long, where a share over `idle_cpu_share` of all cores, use of a GPU or typing at a
+    terminal is use. `pause_on_gpu_use`: not while others compute on a GPU. `gpu_memory_share` (0 to 1) goes to engine
+    and trainer. `power_cap_w` is set on each GPU; with `power_cap_required` no work begins on a GPU without it.
+    `memory_bytes` bounds daemon and children together, `cpu_threads` the threads of engine or trainer. The rates are of
+    weights passed on and fetched.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hours: str = Field("", max_length=200)
+    idle_only_s: float = Field(0.0, ge=0, le=86_400)
+    idle_cpu_share: float = Field(0.2, gt=0, le=1)
+    pause_on_gpu_use: bool = False
+    gpu_memory_share: float = Field(0.0, ge=0, le=1)
+    power_cap_w: float = Field(0.0, ge=0, le=10_000)
+    power_cap_required: bool = False
+    cpu_threads: int = Field(0, ge=0, le=1024)
+    memory_bytes: int = Field(0, ge=0)
+    upload_mbit_per_s: float = Field(0.0, ge=0)
+    download_mbit_per_s: float = Field(0.0, ge=0)
+
+    @field_validator("hours")
+    @classmethod
+    def _check_hours(cls, text: str) -> str:
+        parse_hours(text)
+        return text
+
+    @field_validator("upload_mbit_per_s", "download_mbit_per_s")
+    @classmethod
+    def _check_rate(cls, rate: float) -> float:
+        if 0 < rate < MIN_MBIT_PER_S:
+            raise ValueError(f"below {MIN_MBIT_PER_S:g} Mbit/s a chunk takes longer than others wait for it")
+        return rate
+
+    @model_validator(mode="after")
+    def _check_cap(self) -> "LimitSettings":
+        if self.power_cap_required and not self.power_cap_w:
+            raise ValueError("power_cap_required needs a power_cap_w")
+        return self
+
+    def standing(self) -> Limits:
+        """Those that decide when the node works."""
+        return Limits(
+            hours=parse_hours(self.hours),
+            hours_text=self.hours,
+            idle_only_s=self.idle_only_s,
+            pause_on_gpu_use=self.pause_on_gpu_use,
+            power_cap_w=self.power_cap_w,
+            power_cap_required=self.power_cap_required,
+        )
+
+    def words(self) -> dict[str, Any]:
+        """Those that are set, for people."""
+        return self.model_dump(exclude_defaults=True)
 
 
 class NodeSettings(BaseModel):
@@ -35,6 +98,13 @@ class NodeSettings(BaseModel):
     threads: int = Field(0, ge=0, le=1024)
     capability_in_hello: bool = True
     directory: bool = True
+    limits: LimitSettings = LimitSettings()
+
+    @property
+    def num_threads(self) -> int:
+        """For engine or trainer, within the owner's limit; 0 = one for each core."""
+        allowed = self.limits.cpu_threads
+        return min(self.threads or psutil.cpu_count(logical=False) or 1, allowed) if allowed else self.threads
 
 
 def read_settings(home_root: Path, *, options: dict[str, Any] | None = None) -> NodeSettings:
@@ -51,15 +121,16 @@ def read_settings(home_root: Path, *, options: dict[str, Any] | None = None) -> 
 def check_settings(values: dict[str, Any], *, source: str) -> NodeSettings:
     """The settings, once every key is known and every value in range. Raises `UsageError` or
     `UnknownSettingError`."""
-    for key in values:
-        if key not in NodeSettings.model_fields:
-            raise _unknown(key, source)
+    _check_keys(values, NodeSettings, source)
+    if isinstance(values.get("limits"), dict):
+        _check_keys(values["limits"], LimitSettings, source, section="limits.")
     try:
         return NodeSettings(**values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"setting {key!r} in {source} is refused", why=first["msg"]) from error
+        what = f"setting {key!r} in {source} is refused" if key else f"{source} is refused"
+        raise UsageError(what, why=first["msg"]) from error
 
 
 def write_settings(home_root: Path, settings: NodeSettings) -> None:
@@ -73,8 +144,11 @@ def write_settings(home_root: Path, settings: NodeSettings) -> None:
         (home_root / FILE_NAME).write_text(tomlkit.dumps(document))
 
 
-def _unknown(key: str, source: str) -> UnknownSettingError:
-    near = difflib.get_close_matches(key, list(NodeSettings.model_fields), n=1, cutoff=0.0)
-    return UnknownSettingError(
-        f"{source} has an unknown setting {key!r}", remedy=f"Did you mean {near[0]!r}? Nothing was started."
-    )
+def _check_keys(values: dict[str, Any], model: type[BaseModel], source: str, *, section: str = "") -> None:
+    for key in values:
+        if key not in model.model_fields:
+            near = difflib.get_close_matches(key, list(model.model_fields), n=1, cutoff=0.0)
+            raise UnknownSettingError(
+                f"{source} has an unknown setting {section + key!r}",
+                remedy=f"Did you mean {section + near[0]!r}? Nothing was started.",
+            )

@@ -1,4 +1,4 @@
-"""What the daemon answers on its Unix socket: status, peers, fetch, pause, down, logs. Impure through the
+"""What the daemon answers on its Unix socket: status, peers, fetch, pause, finish, down, logs. Impure through the
 node.
 
 Every answer is plain JSON under `"schema": 1`; `protocol.local_socket` carries it. The shapes are for
@@ -41,11 +41,20 @@ def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
     async def pause(_: dict[str, Any]) -> dict[str, Any]:
         node.state.paused = "by its owner"
         node.state.changed()
+        node.session.beat_now()
         return {}
 
     async def resume(_: dict[str, Any]) -> dict[str, Any]:
         node.state.paused = ""
         node.state.changed()
+        node.session.beat_now()
+        return {}
+
+    async def finish(request: dict[str, Any]) -> dict[str, Any]:
+        deadline_s = request.get("finish_within_s")
+        if deadline_s is not None and (not isinstance(deadline_s, int | float) or deadline_s < 0):
+            raise UsageError(f"{deadline_s!a} is not a number of seconds")
+        daemon.finish(deadline_s=deadline_s)
         return {}
 
     async def down(_: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +70,7 @@ def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
         "fetch": fetch,
         "pause": pause,
         "resume": resume,
+        "finish": finish,
         "down": down,
         "logs": logs,
     }
@@ -79,11 +89,19 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "run_id": node.run_id,
         "run": state.spec.name if state.spec else None,
         "up_s": round(now_s - state.started_s, 1),
-        "role": state.role,
-        "role_reason": state.role_reason,
+        "role": state.acting_role,
+        "role_reason": state.unwilling if state.resting else state.role_reason,
         "activity": state.activity,
         "trouble": state.trouble,
-        "paused": state.paused,
+        "paused": state.paused or state.limited,
+        "finishing": state.finishing,
+        "finish_in_s": None if state.finish_by_s is None else round(state.finish_by_s - now_s, 1),
+        "has_work": daemon.work.has_work,
+        "limits": {
+            "set": node.settings.limits.words(),
+            "reason": state.limited,
+            "not_available": list(state.not_available),
+        },
         "version": version,
         "root": root,
         "head": node.versions.head,

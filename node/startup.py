@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -24,11 +25,12 @@ from node.settings import read_settings, write_settings
 from protocol.child_session import MAX_LOG_BYTES, open_log
 from protocol.errors import DaemonNotRunningError, HexcombError, MachineUnfitError, UnreachableError
 from protocol.heap import steady_heap
-from protocol.local_socket import ask
+from protocol.local_ask import ask_now
 
 DETACH_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 30.0
 POLL_S = 0.1
+FINISH_POLL_S = 0.5
 STDERR = 2
 
 
@@ -70,13 +72,32 @@ def start(folder: Path, *, detach: bool) -> None:
 def stop(folder: Path) -> None:
     """Asks the daemon to end and waits until it has. Raises `DaemonNotRunningError`, `UnreachableError`."""
     socket_path = Home.open(folder).socket
-    asyncio.run(ask(socket_path, "down", deadline_s=5.0))
+    ask_now(socket_path, "down", deadline_s=5.0)
     ends_s = time.monotonic() + STOP_DEADLINE_S
     while time.monotonic() < ends_s:
         if not _answers(socket_path):
             return
         time.sleep(POLL_S)
     raise UnreachableError(f"the node did not stop within {STOP_DEADLINE_S:.0f} s")
+
+
+def finish(folder: Path, *, deadline_s: float | None, say: Callable[[str], None]) -> None:
+    """Asks the daemon to complete its work and end, and says what is open until it has ended. Raises
+    `DaemonNotRunningError`."""
+    socket_path = Home.open(folder).socket
+    ask_now(socket_path, "finish", deadline_s=5.0, finish_within_s=deadline_s)
+    said = ""
+    while True:
+        try:
+            answer = ask_now(socket_path, "status", deadline_s=5.0)
+        except DaemonNotRunningError:
+            return
+        except UnreachableError:  # it may be busy ending
+            continue
+        if answer["activity"] != said:
+            said = answer["activity"]
+            say(said)
+        time.sleep(FINISH_POLL_S)
 
 
 class BoundedLog:
@@ -155,7 +176,7 @@ def _start_detached(home: Home) -> None:
 
 def _answers(socket_path: Path) -> bool:
     try:
-        asyncio.run(ask(socket_path, "status", deadline_s=2.0))
+        ask_now(socket_path, "status", deadline_s=2.0)
     except DaemonNotRunningError:
         return False
     except HexcombError:

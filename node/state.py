@@ -63,7 +63,11 @@ class Rate:
 @dataclass(slots=True)
 class NodeState:
     """The fields that several tasks read. `loaded` is what engine or trainer has in force, with its root; `starting` is
-    what one that is not up yet starts from, which may be long out of date when it is."""
+    what one that is not up yet starts from, which may be long out of date when it is.
+
+    `paused` is the owner's word of the moment, `limited` what his standing limits say, `not_available` which of them
+    cannot be looked after, `memory_trouble` that a job must end for the memory that it takes. `finishing` ends in the
+    daemon's end, at `finish_by_s` (monotonic) at the latest. `resting` = no job runs because of all this."""
 
     spec: RunSpec | None = None
     role: Role = "idle"
@@ -77,6 +81,12 @@ class NodeState:
     activity: str = "starting"
     trouble: str = ""
     paused: str = ""
+    limited: str = ""
+    not_available: tuple[str, ...] = ()
+    memory_trouble: str = ""
+    finishing: bool = False
+    finish_by_s: float | None = None
+    resting: bool = False
     epoch: int = 0
     clock_offset_ms: int = 0
     capability: Capability | None = None
@@ -107,6 +117,19 @@ class NodeState:
         self._waiters.append(waiter)
         await asyncio.wait({waiter}, timeout=timeout_s)
         waiter.cancel()
+
+    @property
+    def unwilling(self) -> str:
+        """Why the node takes no new work, by its owner's word; empty = it does."""
+        if self.finishing:
+            return "finishing, as its owner asked"
+        reason = self.paused or self.limited
+        return f"paused: {reason}" if reason else ""
+
+    @property
+    def acting_role(self) -> Role:
+        """The role that the node follows now."""
+        return "idle" if self.resting else self.role
 
     def drop_job(self) -> None:
         """The engine or trainer is gone."""

@@ -16,6 +16,7 @@ class TrainerOrders:
     plan: tuple[RoundPlan, bytes] | None = None
     evaluation: EvaluationRequested | None = None
     over: set[RoundId] = field(default_factory=set)
+    aborted: RoundId | None = None
 
     def note_plan(self, plan: RoundPlan, payload: bytes) -> None:
         """A round was sealed; a later plan replaces an earlier one."""
@@ -31,6 +32,7 @@ class TrainerOrders:
     def note_abort(self, round_id: RoundId) -> None:
         """A round is over without a version."""
         self.over.add(round_id)
+        self.aborted = round_id
 
     def is_wanted(self, plan: RoundPlan, *, version: Version) -> bool:
         """Whether the round is still to be worked on from `version`."""

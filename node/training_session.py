@@ -31,7 +31,7 @@ from node.orders import EvaluationRequested
 from node.trainer_orders import TrainerOrders, suspects_in
 from protocol.certificates import anchor_pem
 from protocol.child import ChildProcess
-from protocol.errors import HexcombError, RootMismatchError, VersionFromFutureError
+from protocol.errors import HexcombError, RootMismatchError, VersionFromFutureError, WorkRefusedError
 from protocol.ids import Digest, Version
 from protocol.manifest import Body
 from protocol.round import RoundPlan
@@ -53,6 +53,17 @@ class TrainingSession:
         self._node, self._child, self._orders = node, child, orders
         self._staged_root: Digest | None = None
         self._leaf = node.leaf
+        self._begun: RoundPlan | None = None
+        self._is_evaluating = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a round that this trainer has begun is open, or an evaluation: it has its part in a round until that
+        is committed or given up, since others may still want what it made."""
+        plan, head = self._begun, self._node.versions.head
+        if plan is None or plan.round_id == self._orders.aborted or (head is not None and head > plan.base_version):
+            return self._is_evaluating
+        return self._is_evaluating or self._node.state.now_ms() < plan.deadline_ms
 
     async def run(self) -> None:
         """Starts the trainer on the newest version and follows orders until cancelled, or until the child
@@ -70,7 +81,7 @@ class TrainingSession:
         while True:
             ticks = state.ticks
             if not await self._step():
-                state.activity = "waiting for a round"
+                state.activity = state.unwilling or "waiting for a round"
                 await state.wait_changed(ticks)
 
     async def _start_somehow(self) -> None:
@@ -118,6 +129,7 @@ class TrainingSession:
             ca_certificate=anchor_pem(node.joined.coordinator_key),
             leaf_certificate=self._leaf.certificate_pem,
             leaf_key=self._leaf.key_pem,
+            gpu_memory_share=node.settings.limits.gpu_memory_share,
         )
         started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
         node.state.engine, node.state.trainer_endpoint = "trainer", started.endpoint
@@ -131,12 +143,24 @@ class TrainingSession:
             await self._commit(head)
         elif self._leaf is not self._node.leaf:  # renewed: the trainer's own server and channels must show it
             await self._start_somehow()
+        elif self._node.state.unwilling:
+            return await self._decline()
         elif orders.evaluation is not None and orders.evaluation.version <= self._version:
             await self._evaluate()
         elif orders.plan is not None and orders.is_wanted(orders.plan[0], version=self._version):
             await self._work(*orders.plan)
         else:
             return False
+        return True
+
+    async def _decline(self) -> bool:
+        """A round that was sealed before the coordinator heard that this node takes no work: the others need not wait
+        for it."""
+        plan = self._orders.plan[0] if self._orders.plan is not None else None
+        if plan is None or plan is self._begun or not self._orders.is_wanted(plan, version=self._version):
+            return False
+        self._orders.over.add(plan.round_id)
+        await self._fail(plan, WorkRefusedError("this node does not train now", why=self._node.state.unwilling))
         return True
 
     @property
@@ -165,7 +189,7 @@ class TrainingSession:
 
     async def _work(self, plan: RoundPlan, payload: bytes) -> None:
         """One round, until it is done, over, replaced, or its deadline has passed."""
-        self._node.state.activity = f"round {plan.round_id}"
+        self._node.state.activity, self._begun = f"round {plan.round_id}", plan
         working = asyncio.create_task(self._run_round(plan, payload))
         try:
             while not working.done() and self._is_open(plan):
@@ -232,7 +256,7 @@ class TrainingSession:
     async def _evaluate(self) -> None:
         order, self._orders.evaluation = self._orders.evaluation, None
         assert order is not None
-        self._node.state.activity = f"evaluating version {order.version}"
+        self._node.state.activity, self._is_evaluating = f"evaluating version {order.version}", True
         try:
             request = await self._evaluation_of(order)
             reply = await self._child.request(request, Evaluated, deadline_s=EVALUATE_DEADLINE_S)
@@ -242,6 +266,9 @@ class TrainingSession:
             if self._child.is_closed:
                 raise
             log.warning("evaluation failed", version=order.version, why=error.sentence())
+        finally:
+            self._is_evaluating = False
+            self._node.state.changed()
 
     async def _evaluation_of(self, order: EvaluationRequested) -> Evaluate:
         """The child's order: under the version in force, or from the file of one that was in force before."""

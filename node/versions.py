@@ -16,6 +16,7 @@ import grpc
 import msgspec
 import structlog
 
+from node.bandwidth import Throttle
 from node.home import Home
 from node.weights.blobs import BlobStore
 from node.weights.content import assemble, materialize_model
@@ -51,7 +52,9 @@ class Versions:
         coordinator_key: bytes,
         leaf: Callable[[], Leaf],
         find: HolderSource,
+        throttle: Throttle | None = None,
     ) -> None:
+        self._throttle = throttle or Throttle()
         self._run_id, self._coordinator_key, self._leaf, self._find = run_id, coordinator_key, leaf, find
         self.blobs = BlobStore(home.blobs)
         self.model_dir = home.path / "model"
@@ -210,6 +213,7 @@ class Versions:
             blobs=self.blobs,
             channel_factory=self._open,
             deadline_s=FETCH_DEADLINE_S,
+            throttle=self._throttle,
         )
 
     def _open(self, holder: Holder) -> grpc.aio.Channel:

@@ -2,7 +2,8 @@
 Impure.
 
 Invariants: one job runs at a time, in a child of its own; a child that dies is replaced after a wait that
-grows, and a role that changes ends the job first; versions that nobody within the bound needs are removed.
+grows, and a role that changes ends the job first, as does its owner's word, once leases or round have ended or their
+time is over; versions that nobody within the bound needs are removed.
 """
 
 import asyncio
@@ -20,13 +21,17 @@ from node.rollouts import RolloutWork
 from node.state import NodeState
 from node.trainer_orders import TrainerOrders
 from node.training_session import TrainingSession
-from protocol.errors import HexcombError
+from protocol.errors import HexcombError, MachineUnfitError
 from protocol.ids import LeaseId, SlotKey, Version
 from protocol.round import open_plan
 from protocol.run import Role
 
 MAX_RESTART_S = 60.0
 LONG_RESTART_S = 300.0
+LEASES_END_S = 20.0
+"""A node that must pause works on so long on the leases that it has; what is then unfilled goes on elsewhere."""
+ROUND_GRACE_S = 15.0
+LOOK_AGAIN_S = 1.0
 
 log = structlog.get_logger("work")
 
@@ -38,6 +43,7 @@ class Work:
         self._node = node
         self._orders = TrainerOrders()
         self._rollouts: RolloutWork | None = None
+        self._training: TrainingSession | None = None
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -76,10 +82,26 @@ class Work:
         """Leases that the node works on."""
         return self._rollouts.num_leases if self._rollouts is not None else 0
 
+    @property
+    def has_work(self) -> bool:
+        """Whether others count on this node: for leases that it holds or a round that it is in."""
+        jobs = (self._rollouts, self._training)
+        return any(job.has_work for job in jobs if job is not None)
+
+    async def wait_until_idle(self, *, ends_s: float | None) -> None:
+        """Until nobody counts on this node, or until `ends_s` (monotonic)."""
+        state = self._node.state
+        while self.has_work and (ends_s is None or time.monotonic() < ends_s):
+            left_s = LOOK_AGAIN_S if ends_s is None else ends_s - time.monotonic()
+            await state.wait_changed(state.ticks, timeout_s=min(max(left_s, 0.01), LOOK_AGAIN_S))
+
     async def _follow_roles(self) -> None:
         node, breaker = self._node, Breaker()
         await self._measure()
         while True:
+            if node.state.unwilling:
+                await self._rest()
+                continue
             role, started_s = node.state.role, time.monotonic()
             try:
                 await self._until_role_changes(role)
@@ -99,23 +121,64 @@ class Work:
             await asyncio.sleep(wait_s)
 
     async def _until_role_changes(self, role: Role) -> None:
-        """Does the role's job; returns once the role is another one."""
+        """Does the role's job; returns once the role is another one, or the owner wants none."""
         job = asyncio.create_task(self._do(role))
-        changing = asyncio.create_task(self._wait_for_other_role(role))
+        changing = asyncio.create_task(self._wait_until_over(role))
         try:
             await asyncio.wait({job, changing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             changing.cancel()
             job.cancel()
             await asyncio.gather(job, changing, return_exceptions=True)
-        if not job.cancelled():
-            job.result()
+        for task in (job, changing):
+            if not task.cancelled():
+                task.result()
         self._node.state.drop_job()
 
-    async def _wait_for_other_role(self, role: Role) -> None:
+    async def _wait_until_over(self, role: Role) -> None:
+        """Until the job is to end: for another role, or by the owner's word. Raises `MachineUnfitError` when it takes
+        more memory than the owner allows."""
         state = self._node.state
         while state.role == role:
+            if state.memory_trouble and role != "idle":
+                why, state.memory_trouble = state.memory_trouble, ""
+                raise MachineUnfitError("the job was ended", why=why)
+            if state.unwilling and await self._wind_down(role):
+                return
             await state.wait_changed(state.ticks)
+
+    async def _wind_down(self, role: Role) -> bool:
+        """Lets leases or round end, for a bounded time; False if the node is to go on after all."""
+        state = self._node.state
+        longest_s = LEASES_END_S if role != "trainer" else self._node.spec.round_s + ROUND_GRACE_S
+        ends_s = state.finish_by_s if state.finishing else time.monotonic() + longest_s
+        log.info("work is to end", why=state.unwilling, has_work=self.has_work)
+        waiting = asyncio.create_task(self.wait_until_idle(ends_s=ends_s))
+        try:
+            while state.unwilling and state.role == role and not waiting.done():
+                changing = asyncio.create_task(state.wait_changed(state.ticks))
+                await asyncio.wait({waiting, changing}, return_when=asyncio.FIRST_COMPLETED)
+                changing.cancel()
+        finally:
+            waiting.cancel()
+        return bool(state.unwilling)
+
+    async def _rest(self) -> None:
+        """Without a job, until the owner wants one: the node passes weights on meanwhile."""
+        node, state = self._node, self._node.state
+        state.resting = True
+        state.changed()
+        node.session.beat_now()
+        log.info("node rests", why=state.unwilling)
+        relaying = asyncio.create_task(self._relay())
+        try:
+            while state.unwilling and not relaying.done():
+                await state.wait_changed(state.ticks)
+        finally:
+            state.resting = False
+            relaying.cancel()
+            await asyncio.gather(relaying, return_exceptions=True)
+        log.info("node works again")
 
     async def _do(self, role: Role) -> None:
         if role == "idle":
@@ -125,12 +188,13 @@ class Work:
         child = await self._node.start_compute()
         try:
             if role == "trainer":
-                await TrainingSession(self._node, child, self._orders).run()
+                self._training = TrainingSession(self._node, child, self._orders)
+                await self._training.run()
             else:
                 self._rollouts = RolloutWork(self._node, child)
                 await self._rollouts.run()
         finally:
-            self._rollouts = None
+            self._rollouts = self._training = None
             await child.terminate()
 
     async def _relay(self) -> None:
@@ -138,7 +202,7 @@ class Work:
         state, versions = self._node.state, self._node.versions
         while True:
             ticks, head = state.ticks, versions.head
-            state.activity = f"idle: {state.role_reason}" if state.role_reason else "idle"
+            state.activity = state.unwilling or (f"idle: {state.role_reason}" if state.role_reason else "idle")
             if head is not None and head not in versions.held:
                 state.activity = f"fetching version {head} for others"
                 await self._fetch_somehow(head)
@@ -173,6 +237,8 @@ class Work:
             await self._fetch_somehow(head)
         assert head is not None
         for attempt in range(3):
+            while node.state.unwilling:
+                await self._rest()
             try:
                 node.state.activity = "measuring this machine"
                 model_dir = await node.versions.make_model_dir(head)

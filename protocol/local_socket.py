@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import ERRORS_BY_CODE, DaemonNotRunningError, HexcombError, UnreachableError, UsageError
+from protocol.errors import HexcombError, UsageError
+from protocol.local_ask import answer_in, not_running, request_line, too_late
 
 SCHEMA = 1
 MAX_LINE_BYTES = 4 << 20
@@ -86,21 +87,13 @@ async def ask(path: Path, verb: str, *, who: str = "daemon", deadline_s: float =
     try:
         async with asyncio.timeout(deadline_s):
             reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
-            writer.write(json.dumps({"verb": verb, **fields}).encode() + b"\n")
+            writer.write(request_line(verb, fields))
             try:
                 answer = json.loads(await reader.readline())
             finally:
                 writer.close()
     except TimeoutError as error:
-        raise UnreachableError(f"the {who} did not answer `{verb}` within {deadline_s:g} s") from error
+        raise too_late(who, verb, deadline_s) from error
     except (OSError, ValueError) as error:  # ValueError: it ended in mid-answer
-        raise DaemonNotRunningError(
-            f"no {who} runs here",
-            why=f"nobody answers at {path}",
-            remedy="Start it, or name the right folder with --home.",
-        ) from error
-    if "error" in answer:
-        said = answer["error"]
-        kind = ERRORS_BY_CODE.get(said["code"], HexcombError)
-        raise kind(said["what"], why=said["why"], remedy=said["remedy"])
-    return dict(answer)
+        raise not_running(who, path) from error
+    return answer_in(answer)

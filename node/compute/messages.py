@@ -12,9 +12,11 @@ from protocol.run import EnvironmentSpec, OptimizerSpec, SamplingContract
 
 
 class Probe(msgspec.Struct, tag=True, frozen=True):
-    """Measure this machine on the model of `model_dir` (config.json). Reply: `Probed`."""
+    """Measure this machine on the model of `model_dir` (config.json). Of the GPU's memory no job takes more than
+    `gpu_memory_share` (0 = no limit). Reply: `Probed`."""
 
     model_dir: str
+    gpu_memory_share: float = 0.0
 
 
 class Probed(msgspec.Struct, tag=True, frozen=True):
@@ -38,6 +40,7 @@ class StartRollout(msgspec.Struct, tag=True, frozen=True):
     contract: SamplingContract
     piece_tokens: int = 0
     piece_s: float = 1.0
+    gpu_memory_share: float = 0.0
 
 
 class StartTrainer(msgspec.Struct, tag=True, frozen=True):
@@ -60,6 +63,7 @@ class StartTrainer(msgspec.Struct, tag=True, frozen=True):
     ca_certificate: bytes
     leaf_certificate: bytes
     leaf_key: bytes
+    gpu_memory_share: float = 0.0
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):

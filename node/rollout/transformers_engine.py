@@ -34,7 +34,8 @@ CLOSE_DEADLINE_S = 30.0
 class TransformersEngine:
     """`node.rollout.engine.Engine` in this process. One event loop at a time may use it."""
 
-    def __init__(self, *, max_num_seqs: int = 64, max_model_len: int = 2048) -> None:
+    def __init__(self, *, max_num_seqs: int = 64, max_model_len: int = 2048, gpu_memory_share: float = 0.0) -> None:
+        self._gpu_memory_share = gpu_memory_share
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
@@ -141,7 +142,9 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM
 
         from node.rollout.decoder import Decoder
+        from node.training.gpu_memory import cap_gpu_memory
 
+        cap_gpu_memory(self._gpu_memory_share)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # a small model's steps are too short to share, and other processes want the cores
         self._facts = facts = read_facts(model_dir, weights, max_model_len=self._max_model_len)

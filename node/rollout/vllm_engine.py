@@ -42,7 +42,8 @@ class _Running:
 class VllmEngine:
     """`node.rollout.engine.Engine` over a child process. One event loop at a time may use it."""
 
-    def __init__(self, *, max_num_seqs: int = 64, max_model_len: int = 2048) -> None:
+    def __init__(self, *, max_num_seqs: int = 64, max_model_len: int = 2048, gpu_memory_share: float = 0.0) -> None:
+        self._gpu_memory_share = gpu_memory_share
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._loading = asyncio.Lock()
         self._swaps: set[asyncio.Task[None]] = set()
@@ -174,6 +175,8 @@ class VllmEngine:
                 "block_size": BLOCK_SIZE,
                 "kv_cache_memory_bytes": kv_cache_bytes(self._facts, self._max_num_seqs),
             }
+        elif self._gpu_memory_share:
+            per_device = {"gpu_memory_utilization": self._gpu_memory_share}
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

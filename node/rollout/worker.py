@@ -53,7 +53,7 @@ class RolloutJob:
         model_dir, version, weights = Path(order.model_dir), Version(order.version), Path(order.weights)
         max_model_len = _max_model_len(model_dir, order.contract)
         for position, name in enumerate(names):
-            engine = make_engine(name, max_model_len=max_model_len)
+            engine = make_engine(name, max_model_len=max_model_len, gpu_memory_share=order.gpu_memory_share)
             try:
                 await engine.start(model_dir, version, weights)
             except EngineError as error:

@@ -16,6 +16,7 @@ import torch
 
 from node.compute.messages import Probe, Probed
 from node.torch_guard import block_broken_extras
+from node.training.gpu_memory import cap_gpu_memory
 from protocol.errors import ModelMissingError
 
 MEASURE_S = 1.0
@@ -28,6 +29,7 @@ REDUCED_LAYERS = 2
 def probe(request: Probe) -> Probed:
     """Both rates, and memory and device of this machine. Takes a few seconds."""
     model_dir = Path(request.model_dir)
+    cap_gpu_memory(request.gpu_memory_share)
     return Probed(
         decode_tokens_per_s=decode_tokens_per_s(model_dir),
         train_tokens_per_s=train_tokens_per_s(model_dir),

@@ -30,6 +30,7 @@ from node.compute.messages import (
     StartTrainer,
 )
 from node.training.averaging import RoundWork, Stepped
+from node.training.gpu_memory import cap_gpu_memory
 from node.training.links import Links
 from node.training.open_round import OpenRound, RoundBook
 from node.training.optimizer import Vector
@@ -53,6 +54,11 @@ CLOSE_S = 1.0
 T = TypeVar("T")
 
 
+def _load(gpu_memory_share: float, *args: Any, **kwargs: Any) -> Trainer:
+    cap_gpu_memory(gpu_memory_share)
+    return Trainer.load(*args, **kwargs)
+
+
 class TrainerJob:
     """One trainer; made by `start`."""
 
@@ -71,7 +77,8 @@ class TrainerJob:
         """Loads the version and listens; the endpoint has the port that the system chose."""
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         load = functools.partial(
-            Trainer.load,
+            _load,
+            message.gpu_memory_share,
             Path(message.model_dir),
             Body.from_bytes(message.body),
             weights=Path(message.weights),

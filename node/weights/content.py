@@ -15,20 +15,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import IO, TYPE_CHECKING, Any
 
 from node.weights.blobs import BlobStore
 from protocol.errors import ChunkCorruptError, ModelMissingError, UsageError
 from protocol.ids import Digest, RunId, Version
 from protocol.manifest import DTYPE_BYTES, MODEL_FILES, Body, DType, ModelFile, TensorSpec
 
+if TYPE_CHECKING:  # only what makes a version needs numpy; a daemon fetches and serves bytes
+    import numpy as np
+
 DEFAULT_CHUNK_BYTES = 1 << 20
 BASE_VERSION = Version(0)
 MAX_HEADER_BYTES = 100 << 20
 _ALIGNMENT = 8
-_NUMPY_DTYPES: dict[Any, DType] = {np.dtype("<f4"): "F32", np.dtype("<f2"): "F16"}
+_NUMPY_DTYPES: dict[str, DType] = {"<f4": "F32", "<f2": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def materialize_model(body: Body, blobs: BlobStore, folder: Path) -> None:
 
 
 def body_of(
-    source: Path | Mapping[str, np.ndarray[Any, Any]],
+    source: "Path | Mapping[str, np.ndarray[Any, Any]]",
     blobs: BlobStore,
     *,
     model_dir: Path | None = None,
@@ -115,6 +116,8 @@ def body_of(
             parts = (data[item.start : item.start + item.spec.num_bytes] for item in tensors)
             chunks = store_chunks(parts, blobs, chunk_bytes=chunk_bytes)
     else:
+        import numpy as np
+
         arrays = [(name, np.ascontiguousarray(source[name])) for name in sorted(source)]
         specs = tuple(TensorSpec(name, source[name].shape, _dtype_of(name, array)) for name, array in arrays)
         buffers = (array.reshape(-1).view(np.uint8).data for _, array in arrays)
@@ -202,10 +205,10 @@ def _file_tensor(name: str, entry: dict[str, Any], base: int) -> FileTensor:
     return FileTensor(spec, base + start)
 
 
-def _dtype_of(name: str, array: np.ndarray[Any, Any]) -> DType:
-    if array.dtype not in _NUMPY_DTYPES:
+def _dtype_of(name: str, array: "np.ndarray[Any, Any]") -> DType:
+    if array.dtype.str not in _NUMPY_DTYPES:
         raise _unknown_dtype(name, str(array.dtype))
-    return _NUMPY_DTYPES[array.dtype]
+    return _NUMPY_DTYPES[array.dtype.str]
 
 
 def _unknown_dtype(name: str, dtype: str) -> UsageError:

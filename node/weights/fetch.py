@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from node.bandwidth import Throttle
 from node.weights.blobs import BlobStore
 from node.weights.content import chunk_length
 from protocol.errors import ChunkCorruptError, ChunkMissingError, HexcombError, UnreachableError
@@ -35,6 +36,8 @@ MAX_UNREACHABLE = 2
 STALL_S = 10.0
 CHUNK_S = 60.0
 MAX_FILE_BYTES = 32 << 20
+FAIR_CHUNK_S = 20.0
+"""Under a limit so many chunks come at a time that each takes about so long, well within `CHUNK_S`."""
 
 
 class Holder(NamedTuple):
@@ -88,6 +91,8 @@ class _Fetch:
     pending: dict[Digest, _Wanted]
     reports: dict[PeerId, HolderReport]
     tried: dict[Digest, set[PeerId]] = field(default_factory=dict)
+    throttle: Throttle = field(default_factory=Throttle)
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_STREAMS))
     flying: Counter[Digest] = field(default_factory=Counter)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -118,8 +123,10 @@ async def fetch_version(
     blobs: BlobStore,
     channel_factory: ChannelFactory,
     deadline_s: float,
+    throttle: Throttle | None = None,
 ) -> FetchReport:
-    """Brings every chunk and model file of the version into `blobs`, from the holders in parallel.
+    """Brings every chunk and model file of the version into `blobs`, from the holders in parallel, no faster than
+    `throttle` lets through; a deadline that the limit makes impossible is put off.
 
     Raises `ChunkMissingError` when the holders that answer lack something, and `UnreachableError` when none
     answers or `deadline_s` seconds are over; what was fetched by then stays in the store.
@@ -128,6 +135,11 @@ async def fetch_version(
     missing = {digest: item for digest, item in wanted.items() if not blobs.has(digest)}
     reports = {holder.peer_id: HolderReport() for holder in holders}
     fetch = _Fetch(blobs, dict(missing), reports)
+    if throttle is not None and throttle.is_limited:
+        fetch.throttle = throttle
+        num_at_once = int(FAIR_CHUNK_S * throttle.bytes_per_s / body.chunk_bytes)
+        fetch.room = asyncio.Semaphore(min(max(num_at_once, 1), MAX_STREAMS))
+        deadline_s = max(deadline_s, 2 * body.chunk_bytes * len(missing) / throttle.bytes_per_s)
     num_streams = max(1, min(NUM_STREAMS_PER_HOLDER, MAX_STREAMS // max(len(reports), 1)))
     try:
         async with asyncio.timeout(deadline_s), AsyncExitStack() as channels:
@@ -181,7 +193,8 @@ async def _stream(fetch: _Fetch, holder: Holder, stub: PeerServiceStub) -> None:
         fetch.flying[wanted.digest] += 1
         fetch.tried[wanted.digest].add(holder.peer_id)
         try:
-            await _take(fetch, holder, stub, wanted)
+            async with fetch.room:
+                await _take(fetch, holder, stub, wanted)
         finally:
             fetch.flying[wanted.digest] -= 1
         async with fetch.changed:
@@ -192,7 +205,8 @@ async def _take(fetch: _Fetch, holder: Holder, stub: PeerServiceStub, wanted: _W
     """Asks the holder for one chunk and writes down how it went."""
     report = fetch.reports[holder.peer_id]
     try:
-        data = await _read(stub, wanted, is_wanted=lambda: wanted.digest in fetch.pending and not report.is_dropped)
+        is_wanted = lambda: wanted.digest in fetch.pending and not report.is_dropped  # noqa: E731
+        data = await _read(stub, wanted, is_wanted=is_wanted, throttle=fetch.throttle)
         if data is None:
             return
         if wanted.digest in fetch.pending:
@@ -211,7 +225,9 @@ async def _take(fetch: _Fetch, holder: Holder, stub: PeerServiceStub, wanted: _W
         report.num_missing += 1
 
 
-async def _read(stub: PeerServiceStub, wanted: _Wanted, *, is_wanted: Callable[[], bool]) -> bytes | None:
+async def _read(
+    stub: PeerServiceStub, wanted: _Wanted, *, is_wanted: Callable[[], bool], throttle: Throttle
+) -> bytes | None:
     """The bytes of one chunk, checked; None if they are not wanted any more.
 
     A holder that sends nothing for `STALL_S` seconds counts as unreachable.
@@ -224,6 +240,7 @@ async def _read(stub: PeerServiceStub, wanted: _Wanted, *, is_wanted: Callable[[
             if not isinstance(message, peer_pb2.FetchChunkResponse) or not message.data:  # the end, or no progress
                 break
             data += message.data
+            await throttle.pass_on(len(message.data))  # while nothing is read the sender has to wait
             if not is_wanted():
                 return None
     except grpc.aio.AioRpcError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from node.bandwidth import Throttle
 from node.weights.blobs import BlobStore
 from protocol.errors import HexcombError, NoWorkError, VersionFromFutureError
 from protocol.grpc_errors import abort_with
@@ -27,6 +28,12 @@ MAX_CONCURRENT = 8
 MAX_WAITING = 64
 SERVE_DEADLINE_S = 60.0
 """A caller that reads one chunk more slowly than this gives its turn to another."""
+
+SLOW_CONCURRENT = 4
+"""Under a limit so many calls are served at a time at least: those of one fetch, which come side by side."""
+LIMITED_MESSAGE_S = 0.25
+"""Under a limit a message holds what may pass in so long, so that all callers see progress."""
+MIN_MESSAGE_BYTES = 16 << 10
 
 ManifestSource = Callable[[Version], SignedManifest | None]
 """The manifest of a version that the node holds, -1 for the newest; None if it holds none such."""
@@ -74,8 +81,21 @@ class UnservedPeer(PeerServiceServicer):
 class WeightService(UnservedPeer):
     """Serves the chunks of `blobs` and the manifests that `manifest_of` knows."""
 
-    def __init__(self, blobs: BlobStore, manifest_of: ManifestSource, *, max_concurrent: int = MAX_CONCURRENT) -> None:
-        self._blobs, self._manifest_of = blobs, manifest_of
+    def __init__(
+        self,
+        blobs: BlobStore,
+        manifest_of: ManifestSource,
+        *,
+        max_concurrent: int = MAX_CONCURRENT,
+        throttle: Throttle | None = None,
+    ) -> None:
+        self._blobs, self._manifest_of, self._throttle = blobs, manifest_of, throttle or Throttle()
+        self._message_bytes = MESSAGE_BYTES
+        if self._throttle.is_limited:
+            per_s = self._throttle.bytes_per_s
+            self._message_bytes = min(max(int(per_s * LIMITED_MESSAGE_S), MIN_MESSAGE_BYTES), MESSAGE_BYTES)
+            in_time = int(per_s * SERVE_DEADLINE_S / 2) >> 20  # chunks of a MiB, as versions have them
+            max_concurrent = min(max_concurrent, max(in_time, SLOW_CONCURRENT))
         self._room = asyncio.Semaphore(max_concurrent)
         self._num_waiting = 0
         self.num_bytes_served = 0
@@ -87,8 +107,9 @@ class WeightService(UnservedPeer):
         try:
             async with asyncio.timeout(SERVE_DEADLINE_S), self._turn():
                 data = await asyncio.to_thread(self._blobs.get, Digest(request.digest))
-                for start in range(0, max(len(data), 1), MESSAGE_BYTES):
-                    message = data[start : start + MESSAGE_BYTES]
+                for start in range(0, max(len(data), 1), self._message_bytes):
+                    message = data[start : start + self._message_bytes]
+                    await self._throttle.pass_on(len(message))
                     yield peer_pb2.FetchChunkResponse(data=message)
                     self.num_bytes_served += len(message)
         except HexcombError as error:

@@ -51,7 +51,7 @@ BUSY = replace(READY, num_outstanding=2)
         (replace(READY, head=None, version_ready=None), Wait("no version exists yet")),
         (replace(READY, no_work_until_s=101.0), Wait("the coordinator has no work", 101.0)),
         (replace(READY, no_work_until_s=99.0), AskForWork(32)),
-        (replace(READY, paused="by its owner"), Wait("paused: by its owner")),
+        (replace(READY, paused="by its owner"), Wait("by its owner")),
         (replace(READY, engine_ready=False), Wait("the engine is starting")),
     ],
 )

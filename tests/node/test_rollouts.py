@@ -14,6 +14,7 @@ from node.home import Home
 from node.orders import Lease, PiecesReceived, Receipt, SlotWork
 from node.pieces import SlotProgress
 from node.rollouts import RolloutWork
+from node.settings import NodeSettings
 from node.state import NodeState
 from protocol.errors import EngineError, NoWorkError
 from protocol.ids import Digest, LeaseId, SlotKey, TaskKey, Version
@@ -134,7 +135,7 @@ class Bench:
             state=self.state,
             control=self.control,
             versions=versions,
-            settings=SimpleNamespace(engine="auto"),
+            settings=NodeSettings(),
             session=SimpleNamespace(beat_now=lambda: None),
         )
         self.work = RolloutWork(cast(Any, node), cast(Any, self.child))
