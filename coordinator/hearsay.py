@@ -35,6 +35,7 @@ def presence_of(message: control_pb2.Hello | control_pb2.Heartbeat, before: Pres
             tokens_per_s=0.0,
             engine="",
             name=message.name if _NAME.fullmatch(message.name) else "",
+            unwilling=_text(message.unwilling),
         )
     assert before is not None
     return Presence(
@@ -47,6 +48,7 @@ def presence_of(message: control_pb2.Hello | control_pb2.Heartbeat, before: Pres
         tokens_per_s=_number(message.tokens_per_s),
         engine=_text(message.engine),
         name=before.name,
+        unwilling=_text(message.unwilling),
     )
 
 

@@ -22,6 +22,7 @@ from node.holders import announced_holders
 from node.home import Home
 from node.join import join
 from node.joined import Joined, read_joined, read_leaf
+from node.optimizer_state import moments_file
 from node.orders import (
     EvaluationRequested,
     LeasesCancelled,
@@ -161,7 +162,7 @@ class Daemon:
         state = self.node.state
         while not state.finishing:
             await state.wait_changed(state.ticks)
-        await self.work.wait_until_idle(ends_s=state.finish_by_s)
+        await self.work.wait_until_idle(lambda: state.finish_by_s)
         log.info("node has finished", num_leases_given_back=self.work.num_leases)
         self.stop()
 
@@ -181,7 +182,12 @@ class Daemon:
         node = self.node
         server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=256)
         throttle = Throttle(node.settings.limits.upload_mbit_per_s)
-        service = WeightService(node.versions.blobs, node.versions.signed, throttle=throttle)
+        service = WeightService(
+            node.versions.blobs,
+            node.versions.signed,
+            moments_of=lambda version: moments_file(node.home, version),
+            throttle=throttle,
+        )
         add_PeerServiceServicer_to_server(service, server)
         credentials = server_credentials(node.served, coordinator_key=node.joined.coordinator_key)
         try:

@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from node.compute.messages import Done, FetchOptimizerState
 from node.context import Node
+from node.home import Home
 from protocol.certificates import anchor_pem
 from protocol.child import ChildProcess
 from protocol.errors import HexcombError, UnreachableError
@@ -22,6 +23,7 @@ from protocol.manifest import Body
 from protocol.round import Member
 
 FETCH_DEADLINE_S = 600.0
+MAX_DAEMONS = 32
 
 log = structlog.get_logger("optimizer")
 
@@ -58,7 +60,12 @@ async def bring_optimizer_state(node: Node, child: ChildProcess, body: Body, *, 
 def moments_path(node: Node, version: Version) -> Path:
     """Where the moments after `version` lie on this node's disk. A trainer writes them before it attests, so that no
     committed version is ever without."""
-    folder = node.home.path / "optimizer"
+    return moments_file(node.home, version)
+
+
+def moments_file(home: Home, version: Version) -> Path:
+    """The same in a home."""
+    folder = home.path / "optimizer"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder / f"v{version}.bin"
 
@@ -76,11 +83,13 @@ def _digest(path: Path) -> Digest:
 
 
 async def _trainers(node: Node, members: Sequence[Member]) -> list[tuple[PeerId, str]]:
-    """Trainers' own peer services: those that a signed plan named, then those that the directory knows."""
+    """Trainers' own peer services: those that a signed plan named, then those that the directory knows; then daemons of
+    other nodes, one of which may be a trainer that rests."""
     planned = [(member.peer_id, member.endpoint) for member in members]
     records = [opened.record for opened in await node.presence.list_records()]
     listed = [(record.peer_id, record.trainer_endpoint) for record in records if record.trainer_endpoint]
-    return [found for found in dict.fromkeys([*planned, *listed]) if found[0] != node.peer_id]
+    daemons = [(record.peer_id, record.endpoint) for record in records if record.endpoint][:MAX_DAEMONS]
+    return [found for found in dict.fromkeys([*planned, *listed, *daemons]) if found[0] != node.peer_id]
 
 
 def _request(

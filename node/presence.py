@@ -67,6 +67,7 @@ class Presence:
             dht_addresses=self._directory.multiaddrs if self._directory else (),
             capability=self._capability(),
             boot_id=self._boot_id,
+            unwilling=self._state.unwilling[:200],
         )
 
     def heartbeat(self) -> control_pb2.Heartbeat:
@@ -80,6 +81,7 @@ class Presence:
             tokens_per_s=self._state.rate.per_s(now_s=time.monotonic()),
             trainer_endpoint=self._state.trainer_endpoint,
             engine=self._state.engine,
+            unwilling=self._state.unwilling[:200],
         )
 
     @property

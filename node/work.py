@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import random
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -88,12 +89,15 @@ class Work:
         jobs = (self._rollouts, self._training)
         return any(job.has_work for job in jobs if job is not None)
 
-    async def wait_until_idle(self, *, ends_s: float | None) -> None:
-        """Until nobody counts on this node, or until `ends_s` (monotonic)."""
+    async def wait_until_idle(self, ends_s: Callable[[], float | None]) -> None:
+        """Until nobody counts on this node, or until `ends_s()` (monotonic; None = without end), which may change."""
         state = self._node.state
-        while self.has_work and (ends_s is None or time.monotonic() < ends_s):
-            left_s = LOOK_AGAIN_S if ends_s is None else ends_s - time.monotonic()
-            await state.wait_changed(state.ticks, timeout_s=min(max(left_s, 0.01), LOOK_AGAIN_S))
+        while self.has_work:
+            end_s = ends_s()
+            left_s = LOOK_AGAIN_S if end_s is None else end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            await state.wait_changed(state.ticks, timeout_s=min(left_s, LOOK_AGAIN_S))
 
     async def _follow_roles(self) -> None:
         node, breaker = self._node, Breaker()
@@ -151,9 +155,9 @@ class Work:
         """Lets leases or round end, for a bounded time; False if the node is to go on after all."""
         state = self._node.state
         longest_s = LEASES_END_S if role != "trainer" else self._node.spec.round_s + ROUND_GRACE_S
-        ends_s = state.finish_by_s if state.finishing else time.monotonic() + longest_s
+        ends_s = time.monotonic() + longest_s
         log.info("work is to end", why=state.unwilling, has_work=self.has_work)
-        waiting = asyncio.create_task(self.wait_until_idle(ends_s=ends_s))
+        waiting = asyncio.create_task(self.wait_until_idle(lambda: state.finish_by_s if state.finishing else ends_s))
         try:
             while state.unwilling and state.role == role and not waiting.done():
                 changing = asyncio.create_task(state.wait_changed(state.ticks))
@@ -225,7 +229,8 @@ class Work:
     async def _wait_for_version(self) -> None:
         state = self._node.state
         while self._node.versions.head is None or state.spec is None:
-            state.activity = "waiting for the coordinator" if state.spec is None else "WAITING_FOR_BASE"
+            waiting = "waiting for the coordinator" if state.spec is None else "WAITING_FOR_BASE"
+            state.activity = state.unwilling or waiting
             await state.wait_changed(state.ticks)
 
     async def _measure(self) -> None:

@@ -29,7 +29,8 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What the last sign of life said. `version` is -1 while nothing is loaded; endpoints are host:port or empty."""
+    """What the last sign of life said. `version` is -1 while nothing is loaded; endpoints are host:port or empty;
+    `unwilling` is why the node's owner wants no work for it now."""
 
     version: Version
     root: Digest
@@ -40,6 +41,7 @@ class Presence:
     tokens_per_s: float
     engine: str
     name: str = ""
+    unwilling: str = ""
 
 
 @dataclass(frozen=True, slots=True)

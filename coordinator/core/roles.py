@@ -1,10 +1,10 @@
 """Who trains and who generates: one pure function from measured rates to roles.
 
-Invariants: the answer depends on nothing but its arguments, ties are broken by peer id; a living node keeps its role,
-with three exceptions that keep the swarm going: the best rollout node takes the seat of a lost trainer if another
-rollout node remains; it changes places with a trainer whose rounds fail; and the slowest trainer generates if no
-rollout node is left. A trainer must be reachable and
-must have a training rate. A node alone becomes trainer if it can: the role whose work (fetch, warm up) takes longest.
+Invariants: the answer depends on nothing but its arguments, ties are broken by peer id; a living node keeps its role as
+long as its owner lets it work, with three exceptions that keep the swarm going: the best rollout node takes the seat of
+a lost trainer if another rollout node remains; it changes places with a trainer whose rounds fail; and the slowest
+trainer generates if no rollout node is left. A trainer must be reachable and must have a training rate. A node alone
+becomes trainer if it can: the role whose work (fetch, warm up) takes longest.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,15 @@ from protocol.run import Role
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A living node. One whose `capability` is not known (again) yet keeps its role and gets no other."""
+    """A living node. One whose `capability` is not known (again) yet keeps its role and gets no other; one whose owner
+    wants no work for it (`unwilling` says why) is idle until that is over."""
 
     peer_id: PeerId
     allowed: InviteRole
     capability: Capability | None
     role: Role | None
     is_failing: bool = False
+    unwilling: str = ""
 
     @property
     def can_train(self) -> bool:
@@ -73,8 +75,9 @@ def decide_roles(
     num_vacant_seats: int = 0,
 ) -> dict[PeerId, Given]:
     """The roles that change, by node. `num_vacant_seats` counts lost trainers that were not replaced yet."""
+    given = {c.peer_id: Given("idle", c.unwilling) for c in candidates if c.unwilling and c.role != "idle"}
+    candidates = [c for c in candidates if not c.unwilling]
     wanted = wanted_trainers(len(candidates), num_trainers=num_trainers, num_rollouts=num_rollouts)
-    given: dict[PeerId, Given] = {}
     trainers = [c for c in candidates if c.role == "trainer"]
     rollouts = [c for c in candidates if c.role == "rollout"]
     free = sorted((c for c in candidates if c.role in (None, "idle")), key=lambda c: c.rank)

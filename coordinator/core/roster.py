@@ -29,6 +29,8 @@ def see(turn: Turn, event: NodeSeen) -> None:
     if before is None:
         turn.soft.newcomer_ms = turn.now_ms
         turn.soft.roles_dirty = True
+    elif bool(before.presence.unwilling) != bool(event.presence.unwilling):
+        turn.soft.roles_dirty = True
 
 
 def learn(turn: Turn, event: CapabilityLearned) -> None:
@@ -109,7 +111,7 @@ def assign_roles(turn: Turn) -> None:
     peers = sorted({*state.roles, *(peer for peer in soft.live if peer in soft.capabilities)})
     if not state.roles_given and not _may_begin(turn, len(peers)):
         return
-    soft.roles_dirty = False
+    soft.roles_dirty = any(_is_bound(turn, peer) for peer, seen in soft.live.items() if seen.presence.unwilling)
     candidates = [
         Candidate(
             peer,
@@ -117,6 +119,7 @@ def assign_roles(turn: Turn) -> None:
             soft.capabilities.get(peer),
             state.roles.get(peer),
             is_failing=state.nodes[peer].num_strikes >= STRIKES_TO_FAIL,
+            unwilling=_unwilling(turn, peer),
         )
         for peer in peers
     ]
@@ -132,6 +135,19 @@ def assign_roles(turn: Turn) -> None:
             close_all(turn, peer_id, held, "returned", reason="its role changed", is_fault=False)
         turn.emit(RoleGiven(peer_id, given.role, given.reason))
         turn.ask(AssignRole(peer_id, given.role, given.reason))
+
+
+def _unwilling(turn: Turn, peer_id: PeerId) -> str:
+    """Why a node's owner wants no work for it; one that is bound keeps its role until that is over."""
+    sighting = turn.soft.live.get(peer_id)
+    return "" if sighting is None or _is_bound(turn, peer_id) else sighting.presence.unwilling
+
+
+def _is_bound(turn: Turn, peer_id: PeerId) -> bool:
+    """Whether the node is in the open round or still holds leases, which it ends by itself."""
+    state = turn.state
+    is_member = state.round is not None and peer_id in state.round.peer_ids
+    return is_member or (peer_id in state.roles and state.nodes[peer_id].num_leased > 0)
 
 
 def _may_begin(turn: Turn, num_known: int) -> bool:

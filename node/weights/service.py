@@ -9,13 +9,14 @@ memory.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from node.bandwidth import Throttle
 from node.weights.blobs import BlobStore
-from protocol.errors import HexcombError, NoWorkError, VersionFromFutureError
+from protocol.errors import HexcombError, NoWorkError, VersionFromFutureError, VersionTooOldError
 from protocol.grpc_errors import abort_with
 from protocol.ids import Digest, Version
 from protocol.manifest import SignedManifest
@@ -26,6 +27,7 @@ from protocol.wire import manifest_message
 MESSAGE_BYTES = 256 << 10
 MAX_CONCURRENT = 8
 MAX_WAITING = 64
+MOMENTS_DEADLINE_S = 600.0
 SERVE_DEADLINE_S = 60.0
 """A caller that reads one chunk more slowly than this gives its turn to another."""
 
@@ -37,6 +39,10 @@ MIN_MESSAGE_BYTES = 16 << 10
 
 ManifestSource = Callable[[Version], SignedManifest | None]
 """The manifest of a version that the node holds, -1 for the newest; None if it holds none such."""
+
+
+MomentsSource = Callable[[Version], Path]
+"""Where the optimizer's moments after a version would lie."""
 
 
 class UnservedPeer(PeerServiceServicer):
@@ -79,17 +85,20 @@ class UnservedPeer(PeerServiceServicer):
 
 
 class WeightService(UnservedPeer):
-    """Serves the chunks of `blobs` and the manifests that `manifest_of` knows."""
+    """Serves the chunks of `blobs` and the manifests that `manifest_of` knows; also, where `moments_of` finds them, the
+    moments that a trainer which rests has left on the disk, since nobody else may have them."""
 
     def __init__(
         self,
         blobs: BlobStore,
         manifest_of: ManifestSource,
         *,
+        moments_of: MomentsSource | None = None,
         max_concurrent: int = MAX_CONCURRENT,
         throttle: Throttle | None = None,
     ) -> None:
         self._blobs, self._manifest_of, self._throttle = blobs, manifest_of, throttle or Throttle()
+        self._moments_of = moments_of
         self._message_bytes = MESSAGE_BYTES
         if self._throttle.is_limited:
             per_s = self._throttle.bytes_per_s
@@ -126,6 +135,25 @@ class WeightService(UnservedPeer):
         if signed is None:
             await abort_with(context, VersionFromFutureError(f"version {request.version} is not held here"))
         return peer_pb2.FetchManifestResponse(manifest=manifest_message(signed))
+
+    async def FetchOptimizer(
+        self, request: peer_pb2.FetchOptimizerRequest, context: Any
+    ) -> AsyncIterator[peer_pb2.FetchOptimizerResponse]:
+        """Streams the moments after a version; refuses with VERSION_TOO_OLD where they are not on the disk."""
+        path = self._moments_of(Version(request.version)) if self._moments_of is not None else None
+        try:
+            if path is None or not path.exists():
+                raise VersionTooOldError(f"the moments after version {request.version} are not here")
+            async with asyncio.timeout(MOMENTS_DEADLINE_S), self._turn():
+                with path.open("rb") as file:
+                    while data := await asyncio.to_thread(file.read, self._message_bytes):
+                        await self._throttle.pass_on(len(data))
+                        yield peer_pb2.FetchOptimizerResponse(data=data)
+        except HexcombError as error:
+            await abort_with(context, error)
+        except TimeoutError:
+            slow = NoWorkError("moments were not served", why=f"it took over {MOMENTS_DEADLINE_S:g} s")
+            await abort_with(context, slow)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

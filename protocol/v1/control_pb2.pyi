@@ -62,6 +62,7 @@ class Hello(message.Message):
     CAPABILITY_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     BOOT_ID_FIELD_NUMBER: builtins.int
+    UNWILLING_FIELD_NUMBER: builtins.int
     program: builtins.str
     """Version of the program."""
     endpoint: builtins.str
@@ -72,6 +73,8 @@ class Hello(message.Message):
     """The node's name for people: up to 32 of a-z, 0-9 and "-"."""
     boot_id: builtins.str
     """Drawn anew by each start of the daemon: what an earlier start held, this one knows nothing of."""
+    unwilling: builtins.str
+    """Why the node takes no work now, by its owner's word; empty = it takes some."""
     @builtins.property
     def dht_addresses(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """Multiaddresses of the node's DHT peer."""
@@ -90,10 +93,11 @@ class Hello(message.Message):
         capability: common_pb2.Capability | None = ...,
         name: builtins.str = ...,
         boot_id: builtins.str = ...,
+        unwilling: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["boot_id", b"boot_id", "capability", b"capability", "dht_addresses", b"dht_addresses", "endpoint", b"endpoint", "name", b"name", "program", b"program", "trainer_endpoint", b"trainer_endpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["boot_id", b"boot_id", "capability", b"capability", "dht_addresses", b"dht_addresses", "endpoint", b"endpoint", "name", b"name", "program", b"program", "trainer_endpoint", b"trainer_endpoint", "unwilling", b"unwilling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -110,6 +114,7 @@ class Heartbeat(message.Message):
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
     TRAINER_ENDPOINT_FIELD_NUMBER: builtins.int
     ENGINE_FIELD_NUMBER: builtins.int
+    UNWILLING_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that the engine or trainer has loaded; -1 for none."""
     root: builtins.str
@@ -122,6 +127,8 @@ class Heartbeat(message.Message):
     """Endpoint of the trainer's peer service, once it listens."""
     engine: builtins.str
     """Name of the rollout engine, once it runs."""
+    unwilling: builtins.str
+    """Why the node takes no work now, by its owner's word; empty = it takes some."""
     @builtins.property
     def versions_held(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """Versions whose chunks the node holds."""
@@ -136,10 +143,11 @@ class Heartbeat(message.Message):
         tokens_per_s: builtins.float = ...,
         trainer_endpoint: builtins.str = ...,
         engine: builtins.str = ...,
+        unwilling: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["activity", b"activity", "engine", b"engine", "root", b"root", "tokens_per_s", b"tokens_per_s", "trainer_endpoint", b"trainer_endpoint", "version", b"version", "versions_held", b"versions_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["activity", b"activity", "engine", b"engine", "root", b"root", "tokens_per_s", b"tokens_per_s", "trainer_endpoint", b"trainer_endpoint", "unwilling", b"unwilling", "version", b"version", "versions_held", b"versions_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

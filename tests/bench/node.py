@@ -4,6 +4,7 @@ The daemon's own memory after joining and a lease, how long `hexcomb status` tak
 seconds after its daemon was killed. Status 1 if a figure misses its threshold.
 """
 
+import json
 import os
 import signal
 import statistics
@@ -40,6 +41,13 @@ def start_swarm(folder: Path) -> Swarm:
 def family(pid: int) -> dict[int, str]:
     """The processes below a daemon, with what they are."""
     return {process.pid: " ".join(process.cmdline())[:80] for process in psutil.Process(pid).children(recursive=True)}
+
+
+def num_accepted(home: Path) -> int:
+    """Rollouts of the node that the coordinator has taken; 0 while its daemon is not up."""
+    command = [sys.executable, "-m", "node.cli", "status", "--home", str(home), "--json"]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    return int(json.loads(done.stdout)["counts"].get("receipt/ACCEPTED", 0)) if done.returncode == 0 else 0
 
 
 def status_times(home: Path) -> list[float]:
@@ -81,8 +89,7 @@ def figures(folder: Path) -> list[Figure]:
     swarm = start_swarm(folder)
     try:
         pid = swarm.processes["node"].pid
-        taken = lambda: swarm.node("node", "status")["counts"].get("receipt/ACCEPTED", 0)  # noqa: E731
-        num_taken = swarm.wait_for("a lease to be filled", taken, deadline_s=240)
+        num_taken = swarm.wait_for("a lease to be filled", lambda: num_accepted(folder / "node"), deadline_s=240)
         resident_bytes = psutil.Process(pid).memory_info().rss
         times = status_times(folder / "node")
         num_children, num_left, took_s = survivors_of_kill(swarm, pid)

@@ -122,14 +122,16 @@ class World:
         self.do(e.CapabilityLearned(peer_id, e.Capability(rate, rate, 1, "cpu")))
         return peer_id
 
-    def see(self, peer_id: str, *, version: int | None = None, endpoint: str | None = None) -> Decision:
+    def see(
+        self, peer_id: str, *, version: int | None = None, endpoint: str | None = None, unwilling: str = ""
+    ) -> Decision:
         """A heartbeat; by default with the head loaded."""
         head = self.core.state.head
         loaded = Version(version if version is not None else head.version if head else -1)
         trains = self.core.state.roles.get(PeerId(peer_id)) == "trainer"
         where = endpoint if endpoint is not None else f"{peer_id}:1" if trains else ""
         root = self.core.state.roots.get(loaded, Digest(""))
-        presence = e.Presence(loaded, root, (loaded,), f"{peer_id}:2", where, "busy", 1.0, "test")
+        presence = e.Presence(loaded, root, (loaded,), f"{peer_id}:2", where, "busy", 1.0, "test", "", unwilling)
         return self.do(e.NodeSeen(PeerId(peer_id), presence))
 
     def see_all(self, *, but: tuple[str, ...] = ()) -> None:

@@ -161,10 +161,10 @@ async def test_finishing_waits_for_the_work_or_for_its_deadline(monkeypatch: pyt
         await until(lambda: len(bench.jobs) == 1 and bench.jobs[0].is_running)
         bench.say(finishing=True)
         begun_s = time.monotonic()
-        await bench.work.wait_until_idle(ends_s=begun_s + 0.05)
+        await bench.work.wait_until_idle(lambda: begun_s + 0.05)
         assert time.monotonic() - begun_s >= 0.05
         assert bench.work.has_work
-        waiting = asyncio.create_task(bench.work.wait_until_idle(ends_s=None))
+        waiting = asyncio.create_task(bench.work.wait_until_idle(lambda: None))
         for _ in range(50):
             await asyncio.sleep(0)
         assert not waiting.done()

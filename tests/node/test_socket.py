@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 
 from node.daemon import Daemon, run_daemon
 from node.home import Home
-from node.settings import NodeSettings
+from node.settings import LimitSettings, NodeSettings
+from node.work import Work
 from protocol.errors import ChunkMissingError, DaemonNotRunningError, NotJoinedError, UsageError
 from protocol.local_socket import ask
 from protocol.v1 import control_pb2
@@ -26,9 +29,9 @@ def node_home(home: Path) -> Home:
 
 
 @contextlib.asynccontextmanager
-async def daemon_of(home: Home, *addresses: str) -> AsyncIterator[Daemon]:
+async def daemon_of(home: Home, *addresses: str, settings: NodeSettings = QUIET) -> AsyncIterator[Daemon]:
     """A daemon that runs in this process until the block ends, and then ends by `stop`."""
-    daemon = Daemon(home, joined_home(home, *addresses), QUIET)
+    daemon = Daemon(home, joined_home(home, *addresses), settings)
     task = asyncio.create_task(daemon.run())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -107,3 +110,67 @@ async def test_down_ends_the_daemon(node_home: Home) -> None:
 async def test_a_home_that_never_joined_runs_no_daemon(node_home: Home) -> None:
     with pytest.raises(NotJoinedError, match="join-swarm"):
         await run_daemon(node_home, QUIET)
+
+
+async def test_pause_is_heard_by_the_coordinator_and_seen_in_the_status(node_home: Home) -> None:
+    service = Control(script=[welcome()])
+    async with serving(service) as address, daemon_of(node_home, address) as daemon:
+        await status_when(daemon, lambda found: found["coordinator"]["is_up"])
+        await ask(node_home.socket, "pause")
+        answer = await status_when(daemon, lambda found: found["activity"] == "paused: by its owner")
+        assert answer["paused"] == "by its owner"
+        async with asyncio.timeout(DEADLINE_S):
+            while (beat := await service.heartbeats.get()).activity != "paused: by its owner":
+                assert beat.activity
+        assert beat.unwilling == "paused: by its owner"
+        await ask(node_home.socket, "resume")
+        await status_when(daemon, lambda found: found["activity"] == "WAITING_FOR_BASE")
+        async with asyncio.timeout(DEADLINE_S):
+            while (await service.heartbeats.get()).unwilling:
+                pass
+
+
+async def test_limits_stand_in_the_status_with_what_is_not_available(node_home: Home) -> None:
+    limits = LimitSettings(hours="00:00-00:01, 00:01-00:02", power_cap_w=150, download_mbit_per_s=8)
+    settings = NodeSettings(directory=False, limits=limits)
+    async with daemon_of(node_home, "127.0.0.1:9", settings=settings) as daemon:
+        daemon._owner._now = lambda: datetime(2026, 3, 5, 12)
+        answer = await status_when(daemon, lambda found: found["limits"]["not_available"])
+        assert answer["limits"]["set"] == {
+            "hours": "00:00-00:01, 00:01-00:02",
+            "power_cap_w": 150,
+            "download_mbit_per_s": 8,
+        }
+        assert answer["limits"]["not_available"][0].startswith("power_cap_w: ")
+        answer = await status_when(daemon, lambda found: "outside" in found["activity"])
+        assert answer["activity"] == "paused: outside its hours (00:00-00:01, 00:01-00:02)"
+        assert answer["limits"]["reason"] == answer["paused"] == "outside its hours (00:00-00:01, 00:01-00:02)"
+
+
+async def test_finish_ends_a_daemon_without_work_at_once_and_one_with_work_at_its_deadline(
+    node_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = Daemon(node_home, joined_home(node_home, "127.0.0.1:9"), QUIET)
+    monkeypatch.setattr(Work, "has_work", property(lambda _: True))
+    task = asyncio.create_task(daemon.run())
+    async with asyncio.timeout(DEADLINE_S):
+        await daemon.answers.wait()
+        with pytest.raises(UsageError, match="not a number"):
+            await ask(node_home.socket, "finish", finish_within_s="soon")
+        await ask(node_home.socket, "finish", finish_within_s=600)
+        answer = await status_when(daemon, lambda found: found["finishing"])
+        assert 590 < answer["finish_in_s"] <= 600
+        assert answer["has_work"]
+        assert not task.done()
+        begun_s = time.monotonic()
+        await ask(node_home.socket, "finish", finish_within_s=0.2)
+        await task
+        assert time.monotonic() - begun_s >= 0.15
+        assert not daemon.was_interrupted, "so that its exit code is 0"
+    monkeypatch.undo()
+    daemon = Daemon(node_home, joined_home(node_home, "127.0.0.1:9"), QUIET)
+    task = asyncio.create_task(daemon.run())
+    async with asyncio.timeout(DEADLINE_S):
+        await daemon.answers.wait()
+        await ask(node_home.socket, "finish")
+        await task
