@@ -110,6 +110,24 @@ class EngineError(MachineUnfitError):
     exit_code = 12
 
 
+class WeightsUnfitError(EngineError):
+    """A weight file lacks tensors of the model, has others, or has them in another shape or type."""
+
+    code = "WEIGHTS_UNFIT"
+
+
+class EngineUntrustedError(EngineError):
+    """The engine's log-probabilities are not those of the weights that it was given: it may not sample."""
+
+    code = "ENGINE_UNTRUSTED"
+
+
+class ModelRefusedError(EngineError):
+    """No engine here takes the model: too large, of an unknown kind, or with code of its own."""
+
+    code = "MODEL_REFUSED"
+
+
 class IdentityError(HexcombError):
     """The key file cannot be used."""
 

@@ -30,7 +30,9 @@ class Probed(msgspec.Struct, tag=True, frozen=True):
 
 class StartRollout(msgspec.Struct, tag=True, frozen=True):
     """Become a rollout engine. `engine` is "auto", "vllm" or "transformers". Tokens of slots under way come as events,
-    of at most `piece_tokens` tokens (0 = not at all) or `piece_s` seconds. Reply: `Started`."""
+    of at most `piece_tokens` tokens (0 = not at all) or `piece_s` seconds. `canary` is what the version's trainers
+    expect of the probe (`node.canary`); empty = unknown. Reply: `Started`, or an error of code ENGINE_UNTRUSTED,
+    MODEL_REFUSED or another."""
 
     engine: str
     model_dir: str
@@ -41,6 +43,7 @@ class StartRollout(msgspec.Struct, tag=True, frozen=True):
     piece_tokens: int = 0
     piece_s: float = 1.0
     gpu_memory_share: float = 0.0
+    canary: tuple[float, ...] = ()
 
 
 class StartTrainer(msgspec.Struct, tag=True, frozen=True):
@@ -135,10 +138,13 @@ class Prompts(msgspec.Struct, tag=True, frozen=True):
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """Rollout: swap in the safetensors file in place, between tokens. Reply: `Done`."""
+    """Rollout: swap in the safetensors file in place, between tokens. Nothing that the new weights sample leaves before
+    the probe agrees with `canary` (empty = unknown). Reply: `Done`, or an error of code WEIGHTS_UNFIT when the file
+    does not fit and the old weights are served on, or ENGINE_UNTRUSTED: then this engine samples no more."""
 
     version: int
     weights: str
+    canary: tuple[float, ...] = ()
 
 
 class RunRound(msgspec.Struct, tag=True, frozen=True):
@@ -154,10 +160,12 @@ class RunRound(msgspec.Struct, tag=True, frozen=True):
 
 
 class RoundDone(msgspec.Struct, tag=True, frozen=True):
-    """The version stands ready (not yet in force): its manifest body and the update's metrics."""
+    """The version stands ready (not yet in force): its manifest body, the update's metrics, and the log-probabilities
+    of the probe (`node.canary`) under it."""
 
     body: bytes
     metrics: dict[str, float]
+    canary: tuple[float, ...] = ()
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from node.canary import Probe
 from protocol.ids import Version
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -79,6 +80,16 @@ class Engine(Protocol):
         """The version whose weights are loaded now."""
         ...
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's output head."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """What it computes in, by torch's name."""
+        ...
+
     async def start(self, model_dir: Path, version: Version, weights: Path) -> None:
         """Loads configuration from `model_dir` (a Hugging Face folder) and weights from the safetensors file
         `weights`.
@@ -106,11 +117,12 @@ class Engine(Protocol):
         """
         ...
 
-    async def load(self, version: Version, weights: Path) -> None:
-        """Swaps in the safetensors file `weights` between two tokens: pause, load, clear the cache, resume.
+    async def load(self, version: Version, weights: Path, *, probe: Probe | None = None) -> tuple[float, ...]:
+        """Swaps in the safetensors file `weights` between two tokens: pause, load, clear the cache, resume. Returns the
+        probe's log-probabilities under them, scored ahead of every sample that waits for its next token.
 
-        Names, shapes and dtypes must equal those of the start; otherwise `EngineError`, and the old weights
-        stay.
+        Names, shapes and dtypes must equal those of the start; otherwise `WeightsUnfitError`, and the old weights
+        stay. When loading fails later they are restored, and it raises `EngineError`.
         """
         ...
 

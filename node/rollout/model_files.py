@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from node.rollout.engine import SampleRequest
-from protocol.errors import EngineError
+from protocol.errors import EngineError, WeightsUnfitError
 
 _HEAD = "lm_head.weight"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -84,7 +84,7 @@ def read_layout(weights: Path) -> Layout:
 
 
 def check_layout(found: Layout, expected: Layout, *, weights: Path) -> None:
-    """Raises `EngineError` naming the first differences, unless the two are equal."""
+    """Raises `WeightsUnfitError` naming the first differences, unless the two are equal."""
     missing = sorted(expected.keys() - found.keys())
     extra = sorted(found.keys() - expected.keys())
     changed = sorted(name for name in expected.keys() & found.keys() if found[name] != expected[name])
@@ -94,7 +94,7 @@ def check_layout(found: Layout, expected: Layout, *, weights: Path) -> None:
         if names
     ]
     if complaints:
-        raise EngineError(
+        raise WeightsUnfitError(
             f"The weight file {weights} does not fit the model", why="tensors are " + "; ".join(complaints)
         )
 

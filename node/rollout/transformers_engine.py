@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from node.canary import Probe
 from node.rollout.chunks import Cutter
 from node.rollout.engine import Chunk, Sample, SampleRequest
 from node.rollout.model_files import ModelFacts, check_layout, read_facts, read_layout, stage_model
@@ -49,6 +50,14 @@ class TransformersEngine:
     @property
     def version(self) -> Version:
         return self._decoder.version
+
+    @property
+    def vocab_size(self) -> int:
+        return self._facts.vocab_size
+
+    @property
+    def dtype(self) -> str:
+        return self._facts.dtype
 
     async def start(self, model_dir: Path, version: Version, weights: Path) -> None:
         await asyncio.to_thread(self._build, model_dir, version, weights)
@@ -90,12 +99,12 @@ class TransformersEngine:
         self._require_running()
         await self._call(lambda: self._decoder.stop(keys))
 
-    async def load(self, version: Version, weights: Path) -> None:
+    async def load(self, version: Version, weights: Path, *, probe: Probe | None = None) -> tuple[float, ...]:
         async with self._loading:
             self._require_running()
             layout = await asyncio.to_thread(read_layout, weights)
             check_layout(layout, self._facts.layout, weights=weights)
-            await self._call(lambda: self._swap(version, weights))
+            return await self._call(lambda: self._swap(version, weights, probe))
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> tuple[float, ...]:
         self._require_running()
@@ -183,7 +192,7 @@ class TransformersEngine:
                 return
             command()
 
-    def _swap(self, version: Version, weights: Path) -> None:
+    def _swap(self, version: Version, weights: Path, probe: Probe | None) -> tuple[float, ...]:
         from node.rollout.decoder import copy_weights
 
         try:
@@ -197,6 +206,7 @@ class TransformersEngine:
             ) from error
         self._weights = weights
         self._decoder.recompute(version)
+        return self._decoder.score(probe.prompt_ids, probe.completion_ids) if probe else ()
 
     def _restore(self) -> None:
         from node.rollout.decoder import copy_weights

@@ -10,23 +10,34 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from node.canary import Probe
 from node.rollout.chunks import Cutter
 from node.rollout.engine import Chunk, Sample, SampleRequest, Segment
 from node.rollout.model_files import ModelFacts, check_layout, read_facts, read_layout, stage_model
-from node.rollout.vllm_surroundings import BLOCK_SIZE, ENVIRONMENT, children_environment, kv_cache_bytes, make_folder
+from node.rollout.vllm_surroundings import (
+    BLOCK_SIZE,
+    ENVIRONMENT,
+    children_environment,
+    kv_cache_bytes,
+    make_folder,
+    process_of,
+    release,
+)
 from node.torch_guard import block_broken_extras
 from protocol.errors import EngineError
 from protocol.ids import Version
 
 CONTROL_DEADLINE_S = 300.0
 CLOSE_DEADLINE_S = 10.0
+EXTENSION = "node.rollout.vllm_extension.WorkerExtension"
+SCORE_PRIORITY = -1  # samples have 0
 LOOK_S = 0.1  # between two looks at what running samples have got
 
 
@@ -46,7 +57,7 @@ class VllmEngine:
         self._gpu_memory_share = gpu_memory_share
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._loading = asyncio.Lock()
-        self._swaps: set[asyncio.Task[None]] = set()
+        self._swaps: set[asyncio.Task[tuple[float, ...]]] = set()
         self._ids = count()
         self._running: dict[asyncio.Task[Sample], _Running] = {}
         self._engine: Any = None
@@ -60,12 +71,20 @@ class VllmEngine:
     def version(self) -> Version:
         return self._version
 
+    @property
+    def vocab_size(self) -> int:
+        return self._facts.vocab_size
+
+    @property
+    def dtype(self) -> str:
+        return self._facts.dtype
+
     async def start(self, model_dir: Path, version: Version, weights: Path) -> None:
         loop = asyncio.get_running_loop()
         self._end = loop.create_future()
         self._version, self._weights = version, weights
         await asyncio.to_thread(self._build, model_dir, weights)
-        sentinel = _process(self._engine).sentinel
+        sentinel = process_of(self._engine).sentinel
         loop.add_reader(sentinel, self._on_death, sentinel)
         await self._control(self._engine.update_weight_version(str(version)))
 
@@ -113,31 +132,25 @@ class VllmEngine:
         names = [running.name for running in stopped.values()]
         await self._control(self._engine.abort(names))  # one may have been on its way in
 
-    async def load(self, version: Version, weights: Path) -> None:
-        swap = asyncio.create_task(self._swap(version, weights))
+    async def load(self, version: Version, weights: Path, *, probe: Probe | None = None) -> tuple[float, ...]:
+        swap = asyncio.create_task(self._swap(version, weights, probe))
         self._swaps.add(swap)
         swap.add_done_callback(self._swaps.discard)
-        await asyncio.shield(swap)  # a caller who gives up must not leave the engine paused
+        return await asyncio.shield(swap)  # a caller who gives up must not leave the engine paused
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> tuple[float, ...]:
-        from vllm import SamplingParams
-
         self._require_running()
         self._facts.check_ids(prompt_ids)
-        ids = [*prompt_ids, *completion_ids]
-        self._facts.check_ids(ids)
+        self._facts.check_ids([*prompt_ids, *completion_ids])
         if not completion_ids:
             return ()
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        output = await self._race(self._run(ids, params, str(next(self._ids))))
-        rows = output.prompt_logprobs[len(prompt_ids) :]
-        return tuple(row[token].logprob for row, token in zip(rows, completion_ids, strict=True))
+        return tuple(await self._race(self._score(prompt_ids, completion_ids)))
 
     async def close(self) -> None:
         if self._engine is None:
             return
         engine, self._engine = self._engine, None
-        asyncio.get_running_loop().remove_reader(_process(engine).sentinel)
+        asyncio.get_running_loop().remove_reader(process_of(engine).sentinel)
         if not self._end.done():
             aborting = asyncio.create_task(engine.pause_generation(mode="abort"))
             await asyncio.wait({aborting}, timeout=CLOSE_DEADLINE_S)  # in any case the process is ended now
@@ -146,7 +159,7 @@ class VllmEngine:
         if engine.output_handler:
             engine.output_handler.cancel()  # else it reports the end of its process as an accident
         await asyncio.to_thread(engine.shutdown)
-        await asyncio.to_thread(_release, engine)
+        await asyncio.to_thread(release, engine)
         self._folder.cleanup()
 
     def _build(self, model_dir: Path, weights: Path) -> None:
@@ -192,8 +205,9 @@ class VllmEngine:
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 logprobs_mode="raw_logprobs",
+                scheduling_policy="priority",  # first come first served, but for what is scored
                 logits_processors=["node.rollout.vllm_extension:SeededNoise"],
-                worker_extension_cls="node.rollout.vllm_extension.WorkerExtension",
+                worker_extension_cls=EXTENSION,
                 **per_device,
             )
             return AsyncLLM.from_engine_args(arguments)
@@ -261,7 +275,28 @@ class VllmEngine:
         except Exception as error:
             raise EngineError("vLLM failed to sample", why=f"{type(error).__name__}: {error}") from error
 
-    async def _swap(self, version: Version, weights: Path) -> None:
+    async def _score(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], *, added: asyncio.Event | None = None
+    ) -> tuple[float, ...]:
+        """Goes ahead of samples that wait for a place; `added` is set once vLLM's process has the request."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompt = tokens_input([*prompt_ids, *completion_ids])
+        try:
+            queue = await self._engine.add_request(str(next(self._ids)), prompt, params, priority=SCORE_PRIORITY)
+            if added:
+                added.set()
+            output = await queue.get()
+            while not output.finished:
+                output = await queue.get()
+        except Exception as error:
+            raise EngineError("vLLM failed to score", why=f"{type(error).__name__}: {error}") from error
+        rows = output.prompt_logprobs[len(prompt_ids) :]
+        return tuple(row[token].logprob for row, token in zip(rows, completion_ids, strict=True))
+
+    async def _swap(self, version: Version, weights: Path, probe: Probe | None) -> tuple[float, ...]:
         async with self._loading:
             self._require_running()
             layout = await asyncio.to_thread(read_layout, weights)
@@ -279,7 +314,19 @@ class VllmEngine:
                     remedy=f"Version {self.version} is served on.",
                 ) from error
             self._version, self._weights = version, weights
+            return await self._resume(probe)
+
+    async def _resume(self, probe: Probe | None) -> tuple[float, ...]:
+        """Goes on sampling, after the probe, which waits in vLLM's process before it does."""
+        if probe is None:
             await self._control(self._engine.resume_generation())
+            return ()
+        added = asyncio.Event()
+        scoring = asyncio.create_task(self._score(probe.prompt_ids, probe.completion_ids, added=added))
+        await asyncio.wait({scoring, asyncio.create_task(added.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        added.set()
+        await self._control(self._engine.resume_generation())
+        return tuple(await self._control(scoring))
 
     async def _put(self, weights: Path) -> None:
         await self._control(self._engine.collective_rpc("hexcomb_load", args=(str(weights),)))
@@ -295,7 +342,7 @@ class VllmEngine:
             self._lose(f"the weights of version {self._version} could not be restored: {error}")
             raise self._end.result() from error
 
-    async def _control(self, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _control(self, call: Awaitable[Any]) -> Any:
         """An answer from vLLM's process within the deadline; the engine counts as lost without one."""
         try:
             async with asyncio.timeout(CONTROL_DEADLINE_S):
@@ -304,9 +351,9 @@ class VllmEngine:
             self._lose(f"its process did not answer for {CONTROL_DEADLINE_S:.0f} s")
             raise self._end.result() from error
 
-    async def _race(self, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _race(self, call: Awaitable[Any]) -> Any:
         """The result of `call`, or the engine's end if that is first: vLLM leaves such calls unanswered."""
-        task = asyncio.create_task(call)
+        task = asyncio.ensure_future(call)
         try:
             await asyncio.wait({task, self._end}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
@@ -328,27 +375,11 @@ class VllmEngine:
     def _lose(self, why: str) -> None:
         self._finish(EngineError("The engine is lost", why=why, remedy="Start a new engine."))
         if self._engine is not None:
-            _process(self._engine).kill()
+            process_of(self._engine).kill()
 
     def _finish(self, end: EngineError) -> None:
         if not self._end.done():
             self._end.set_result(end)
-
-
-def _release(engine: Any) -> None:
-    """Frees what vLLM leaves to its finalizers, which complain when they run while the interpreter ends."""
-    resources = engine.engine_core.resources
-    if all(socket.closed for socket in (resources.input_socket, resources.output_socket)):
-        resources.ctx.destroy(linger=0)  # would wait for ever for an open socket
-    engine.shutdown = _nothing
-
-
-def _nothing() -> None: ...
-
-
-def _process(engine: Any) -> Any:
-    """The `multiprocessing` process that vLLM computes in."""
-    return engine.engine_core.resources.engine_manager.processes[0]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The rollout job of the compute child: an engine, and the environment that prompts come from. Impure.
 
 Invariant: a slot's tokens leave as one `SlotFilled` event whose segments say which version sampled each, and before it,
-by pieces, as `SlotAdvanced`; the reply to `Generate` comes after the last of them. Imports torch only through the
-engine that it starts.
+by pieces, as `SlotAdvanced`; the reply to `Generate` comes after the last of them. Nothing leaves that weights sampled
+which have not been judged, or were found wrong. Imports torch only through the engine that it starts.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import cast
 
 import msgspec
 
+from node.canary import probe_for
 from node.compute.messages import (
     Done,
     Generate,
@@ -29,8 +30,9 @@ from node.compute.messages import (
 )
 from node.rollout.engine import Chunk, Engine, Sample, SampleRequest
 from node.rollout.selection import EngineName, make_engine
+from node.rollout.self_test import check_canary, judge_engine
 from protocol.child import Emit
-from protocol.errors import EngineError, ModelMissingError, UsageError
+from protocol.errors import EngineError, EngineUntrustedError, ModelMissingError, UsageError
 from protocol.ids import TaskKey, Version
 from protocol.run import SamplingContract
 from protocol.tasks import Environment, Tokenizer, load_tokenizer, make_environment, regenerate
@@ -45,6 +47,12 @@ class RolloutJob:
     def __init__(self, engine: Engine, order: StartRollout) -> None:
         self._engine, self._order = engine, order
         self._source: tuple[Environment, Tokenizer] | None = None
+        self._running: set[str] = set()
+        self._spoilt: set[str] = set()
+        self._loading = asyncio.Lock()
+        self._judged = asyncio.Event()
+        self._judged.set()
+        self._end: EngineUntrustedError | None = None
 
     @classmethod
     async def start(cls, order: StartRollout) -> "tuple[RolloutJob, Started]":
@@ -56,17 +64,19 @@ class RolloutJob:
             engine = make_engine(name, max_model_len=max_model_len, gpu_memory_share=order.gpu_memory_share)
             try:
                 await engine.start(model_dir, version, weights)
+                found = await judge_engine(engine, model_dir=model_dir, weights=weights, canary=order.canary)
             except EngineError as error:
                 await engine.close()
                 if position == len(names) - 1:
                     raise
                 print(f"engine {name} did not start, trying the next: {error}", flush=True)
                 continue
+            print(f"engine {name} stands its test: {found}", flush=True)
             return cls(engine, order), Started(engine=_name_of(engine))
         raise AssertionError("there is always one engine to try")
 
     async def handle(self, request: Generate | StopSlots | MakePrompts | Load, emit: Emit) -> msgspec.Struct:
-        """Answers one request. Raises `EngineError` when the engine is lost."""
+        """Answers one request. Raises `EngineError` when the engine is lost, or when it may not sample."""
         match request:
             case Generate():
                 return await self._generate(request, emit)
@@ -75,15 +85,49 @@ class RolloutJob:
                 return Done()
             case MakePrompts(tasks):
                 return await asyncio.to_thread(self._make_prompts, tasks)
-            case Load(version, weights):
-                await self._engine.load(Version(version), Path(weights))
+            case Load(version, weights, canary):
+                await self._load(Version(version), Path(weights), canary)
                 return Done()
 
     async def close(self) -> None:
         """Ends the engine and all that it started."""
         await self._engine.close()
 
+    async def _load(self, version: Version, weights: Path, canary: tuple[float, ...]) -> None:
+        """Loads and judges; loads once more if that fails, since a load may go wrong by chance. What is sampled
+        meanwhile waits, and is thrown away where the weights were wrong."""
+        async with self._loading:
+            self._require_trust()
+            self._judged.clear()
+            try:
+                probe = probe_for(self._engine.vocab_size)
+                try:
+                    found = await self._engine.load(version, weights, probe=probe)
+                    check_canary(found, canary, dtype=self._engine.dtype)
+                except EngineUntrustedError as error:
+                    print(f"version {version} is loaded once more: {error}", flush=True)
+                    await self._spoil()
+                    found = await self._engine.load(version, weights, probe=probe)
+                    check_canary(found, canary, dtype=self._engine.dtype)
+            except EngineUntrustedError as error:
+                self._end = error
+                await self._spoil()
+                raise
+            finally:
+                self._judged.set()
+
+    async def _spoil(self) -> None:
+        """Ends every sample that runs, and keeps what it has from leaving."""
+        self._spoilt |= self._running
+        await self._engine.stop(set(self._running))
+
+    def _require_trust(self) -> None:
+        if self._end is not None:
+            raise self._end
+
     async def _generate(self, request: Generate, emit: Emit) -> Done:
+        await self._judged.wait()
+        self._require_trust()
         slots = {_key(request.lease_id, order.slot): order.slot for order in request.orders}
         wanted = []
         for order in request.orders:
@@ -95,15 +139,27 @@ class RolloutJob:
                 print(f"slot {order.slot} left out: {error}", flush=True)
                 await emit(SlotFilled(request.lease_id, order.slot, (), (), (), "refused"))
         samples = self._engine.generate(wanted, chunk_tokens=self._order.piece_tokens, chunk_s=self._order.piece_s)
+        keys = {sample.key for sample in wanted}
+        self._running |= keys
         # Closing takes unfinished requests back from the engine, when the daemon no longer waits for them.
-        async with aclosing(cast("AsyncGenerator[Chunk | Sample, None]", samples)):
-            async for part in samples:
-                slot = slots[part.key]
-                if isinstance(part, Sample):
-                    await emit(_filled(request.lease_id, slot, part))
-                else:
-                    await emit(_advanced(request.lease_id, slot, part))
+        try:
+            async with aclosing(cast("AsyncGenerator[Chunk | Sample, None]", samples)):
+                async for part in samples:
+                    await self._judged.wait()
+                    await self._pass_on(part, request.lease_id, slots[part.key], emit)
+        finally:
+            self._running -= keys
+            self._spoilt -= keys
         return Done()
+
+    async def _pass_on(self, part: Chunk | Sample, lease_id: str, slot: str, emit: Emit) -> None:
+        is_spoilt = part.key in self._spoilt
+        if isinstance(part, Chunk):
+            if not is_spoilt:
+                await emit(_advanced(lease_id, slot, part))
+            return
+        self._running.discard(part.key)
+        await emit(SlotFilled(lease_id, slot, (), (), (), "abort") if is_spoilt else _filled(lease_id, slot, part))
 
     def _request(self, lease_id: str, order: SlotOrder) -> SampleRequest:
         contract = self._order.contract

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
+from node.canary import Probe
 from node.compute.messages import Done, Generate, SlotAdvanced, SlotFilled, SlotOrder, StartRollout, StopSlots
 from node.rollout.engine import Chunk, Sample, SampleRequest, Segment
 from node.rollout.worker import RolloutJob
@@ -30,8 +31,10 @@ class Engine:
     """Gives each request a chunk of two tokens and then a sample of three, unless it was stopped before."""
 
     version = Version(4)
+    vocab_size, dtype = 64, "float32"
 
     def __init__(self) -> None:
+        self.found: list[tuple[float, ...]] = []
         self.requests: list[SampleRequest] = []
         self.chunking: tuple[int, float] | None = None
         self.stopped: set[str] = set()
@@ -56,7 +59,8 @@ class Engine:
     async def stop(self, keys: Collection[str]) -> None:
         self.stopped |= {*keys}
 
-    async def load(self, version: Version, weights: Path) -> None: ...
+    async def load(self, version: Version, weights: Path, *, probe: Probe | None = None) -> tuple[float, ...]:
+        return self.found.pop(0) if self.found else ()
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> tuple[float, ...]:
         return ()
