@@ -20,7 +20,7 @@ from coordinator.failpoints import failpoint
 from coordinator.journal import Entry, Journal
 from protocol.errors import HexcombError, JournalError
 from protocol.ids import Digest, SlotKey, Version
-from protocol.manifest import Body, SignedManifest
+from protocol.manifest import SignedManifest
 
 MAX_BATCH = 512
 BUSY_BATCH = 4
@@ -30,8 +30,8 @@ LINGER_S = 0.01
 MAX_QUEUED = 1024
 MAX_FRESH_BYTES = 32 << 20
 
-Sealer = Callable[[Version, Body, Digest | None, int], SignedManifest]
-"""(version, body, digest of the manifest before, now in ms) -> the manifest, signed."""
+Sealer = Callable[[VersionCommitted, Digest | None, int], SignedManifest]
+"""(what was committed, digest of the manifest before, now in ms) -> the manifest, signed."""
 
 Attachments = tuple[tuple[SlotKey, bytes], ...]
 """Bodies of the rollouts that an event hands in; kept if their slots are accepted."""
@@ -176,7 +176,7 @@ class Authority:
         manifests: list[tuple[Version, SignedManifest]] = []
         for fact in decision.facts:
             if isinstance(fact, VersionCommitted):
-                signed = self._sealer(fact.version, fact.body, self._previous, now_ms)
+                signed = self._sealer(fact, self._previous, now_ms)
                 self._previous = signed.digest
                 manifests.append((fact.version, signed))
         return Entry(now_ms, decision.facts, bodies, tuple(manifests))

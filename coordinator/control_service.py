@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from coordinator.batches import share_messages
 from coordinator.callers import Callers, Context
 from coordinator.core.events import CapabilityLearned, NodeSeen, RoundFailed, SessionEnded, VersionAttested
-from coordinator.hearsay import capability_of, metrics_of, presence_of, printable
+from coordinator.hearsay import canary_of, capability_of, metrics_of, presence_of, printable
 from coordinator.join_service import counted
 from coordinator.office import Office
 from coordinator.sessions import Outbox
@@ -131,7 +131,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         async def answer(peer_id: PeerId) -> control_pb2.AttestVersionResponse:
             with counted(self._office.authority):
                 body = Body.from_bytes(request.body)
-            event = VersionAttested(peer_id, RoundId(request.round_id), body, metrics_of(request.metrics))
+            metrics, canary = metrics_of(request.metrics), canary_of(request.canary)
+            event = VersionAttested(peer_id, RoundId(request.round_id), body, metrics, canary)
             await self._office.authority.submit(event)
             return control_pb2.AttestVersionResponse()
 

@@ -5,9 +5,10 @@ Nothing here is believed; it is shown to people and used to share work out, and 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from coordinator.core.events import Capability, Presence
+from protocol.canary import NUM_SCORED_TOKENS
 from protocol.endpoint import parse_endpoint
 from protocol.ids import Digest, Version
 from protocol.record import Record
@@ -88,6 +89,12 @@ def metrics_of(said: Mapping[str, float]) -> dict[str, float]:
     """The metrics of an update that have a plain name and a finite value, by name; the others are left out."""
     kept = [name for name in said if _METRIC.fullmatch(name) and math.isfinite(said[name])]
     return {name: said[name] for name in sorted(kept)[:MAX_METRICS]}
+
+
+def canary_of(said: Sequence[float]) -> tuple[float, ...]:
+    """What a trainer says of the probe; nothing where it is not one log-probability for each token of it."""
+    is_sound = len(said) == NUM_SCORED_TOKENS and all(math.isfinite(value) and value <= 0 for value in said)
+    return tuple(said) if is_sound else ()
 
 
 def printable(text: str, limit: int) -> str:

@@ -24,6 +24,7 @@ from coordinator.announcements import Announcer
 from coordinator.authority import Authority
 from coordinator.control_service import ControlService
 from coordinator.core.events import BaseRegistered, CapabilityLearned, CoordinatorStarted, InviteCreated, TimerFired
+from coordinator.core.facts import VersionCommitted
 from coordinator.core.handle import Core
 from coordinator.evaluations import Evaluations
 from coordinator.grader import Grader
@@ -300,9 +301,9 @@ class Coordinator:
         await self.authority.submit(event)
         return {"invite": text}
 
-    def _seal(self, version: Version, body: Body, previous: Digest | None, now_ms: int) -> SignedManifest:
-        seal = Seal(self._home.seed_secret(version), previous, now_ms)
-        return sign_manifest(self._home.identity, Manifest(body, seal))
+    def _seal(self, fact: VersionCommitted, previous: Digest | None, now_ms: int) -> SignedManifest:
+        seal = Seal(self._home.seed_secret(fact.version), previous, now_ms, fact.canary)
+        return sign_manifest(self._home.identity, Manifest(fact.body, seal))
 
 
 def read_base(folder: Path, home: CoordinatorHome) -> Body:

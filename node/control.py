@@ -127,9 +127,11 @@ class ControlClient:
             raise from_rpc_error(error, doing="fetching the batch") from error
         return tuple(samples)
 
-    async def attest(self, round_id: RoundId, *, body: bytes, metrics: dict[str, float]) -> None:
+    async def attest(
+        self, round_id: RoundId, *, body: bytes, metrics: dict[str, float], canary: Sequence[float] = ()
+    ) -> None:
         """This trainer's word on the version that it made; repeated until the coordinator answers."""
-        request = control_pb2.AttestVersionRequest(round_id=round_id, body=body, metrics=metrics)
+        request = control_pb2.AttestVersionRequest(round_id=round_id, body=body, metrics=metrics, canary=canary)
         await self._retried(lambda: self._stub.AttestVersion, request, "attesting a version")
 
     async def fail_round(self, round_id: RoundId, *, suspects: Sequence[PeerId], reason: str) -> None:

@@ -26,13 +26,12 @@ MIN_LEASE_SLOTS, MAX_LEASE_SLOTS = 4, 256
 class RolloutView:
     """What a rollout node sees. Times in seconds on one monotonic clock; None = not known or not there.
 
-    `num_running` counts the samples that the engine works on, `num_outstanding` the leases that it works on, not those
-    that are only to be handed in, `num_asking`
-    the calls for further ones; `rtt_s` is what such a call takes, `service_s` what the engine takes for a lease.
-    `version_ready` is the newest version whose weights lie on disk; `fetching` and `loading` are under way;
-    `failed_until_s` holds fetches back after one failed, `no_work_until_s` holds wishes for work back after one was
-    refused (0 = the last was granted). `paused` says why its owner wants no new work now.
-    Without `interrupt` running samples finish under the weights that they began
+    `num_running` counts the samples that the engine works on, of at most `num_seats` at a time, `num_outstanding` the
+    leases that it works on, not those that are only to be handed in, `num_asking` the calls for further ones; `rtt_s`
+    is what such a call takes, `service_s` what the engine takes for a lease. `version_ready` is the newest version
+    whose weights lie on disk; `fetching` and `loading` are under way; `failed_until_s` holds fetches back after one
+    failed, `no_work_until_s` holds wishes for work back after one was refused (0 = the last was granted). `paused` says
+    why its owner wants no new work now. Without `interrupt` running samples finish under the weights that they began
     with.
     """
 
@@ -53,6 +52,7 @@ class RolloutView:
     paused: str = ""
     interrupt: bool = True
     num_running: int = NUM_SEATS
+    num_seats: int = NUM_SEATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def _free_seats(view: RolloutView) -> int:
     is_long = view.service_s is not None and view.service_s > 2 * LEASE_S
     if not is_long or view.num_asking or view.num_outstanding >= MAX_LONG_LEASES:
         return 0
-    num_free = NUM_SEATS - view.num_running
+    num_free = view.num_seats - view.num_running
     return num_free if num_free >= MIN_LEASE_SLOTS else 0
 
 

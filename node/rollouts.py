@@ -28,7 +28,14 @@ from node.planner import (
     next_lease_slots,
 )
 from protocol.child import ChildProcess
-from protocol.errors import EngineError, HexcombError, NoWorkError, RootMismatchError
+from protocol.errors import (
+    EngineError,
+    EngineUntrustedError,
+    HexcombError,
+    NoWorkError,
+    RootMismatchError,
+    WeightsUnfitError,
+)
 from protocol.ids import Digest, LeaseId, SlotKey, Version
 
 START_DEADLINE_S = 600.0
@@ -115,6 +122,7 @@ class RolloutWork:
             piece_tokens=node.spec.piece_tokens,
             piece_s=node.spec.piece_s,
             gpu_memory_share=node.settings.limits.gpu_memory_share,
+            canary=node.versions.canary(head),
         )
         started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
         node.state.engine = started.engine
@@ -209,11 +217,24 @@ class RolloutWork:
 
     async def _load(self, version: Version) -> None:
         started_s = time.monotonic()
-        weights = str(self._node.versions.weights_path(version))
-        await self._child.request(Load(version, weights), Done, deadline_s=LOAD_DEADLINE_S)
+        try:
+            await self._swap(version)
+        except WeightsUnfitError as error:  # the version before is served on
+            log.warning("weight file does not fit, made anew", version=version, why=error.why)
+            self._node.versions.forget_weights(version)
+            await self._node.versions.make_ready(version)
+            await self._swap(version)
+        except EngineUntrustedError:  # the child has tried twice: the next one begins from checked chunks
+            self._node.versions.forget_weights(version)
+            raise
         self._loading = None
         self._note_loaded(version)
         log.info("version loaded", version=version, took_s=round(time.monotonic() - started_s, 3))
+
+    async def _swap(self, version: Version) -> None:
+        versions = self._node.versions
+        order = Load(version, str(versions.weights_path(version)), versions.canary(version))
+        await self._child.request(order, Done, deadline_s=LOAD_DEADLINE_S)
 
     def _note_loaded(self, version: Version) -> None:
         state = self._node.state

@@ -86,7 +86,8 @@ class NodeSettings(BaseModel):
 
     `listen_host` is the address on which the peer service and the DHT peer listen, and under which others
     dial them; the default keeps a node to its own machine, which suits trials. `threads` is for the engine or the
-    trainer, 0 = one for each core; a tiny model is fastest with one.
+    trainer, 0 = one for each core; a tiny model is fastest with one. `trust_remote_code` lets a model run code that
+    comes with it; without it such a model is refused.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -98,6 +99,7 @@ class NodeSettings(BaseModel):
     threads: int = Field(0, ge=0, le=1024)
     capability_in_hello: bool = True
     directory: bool = True
+    trust_remote_code: bool = False
     limits: LimitSettings = LimitSettings()
 
     @property

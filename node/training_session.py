@@ -232,7 +232,7 @@ class TrainingSession:
             num_tokens = sum(sum(sample.mask) for sample in samples)
             node.state.rate.add(num_tokens, now_s=time.monotonic())
             self._staged_root = body.root  # before the word leaves: its answer may be lost, and the version committed
-            await node.control.attest(plan.round_id, body=done.body, metrics=done.metrics)
+            await node.control.attest(plan.round_id, body=done.body, metrics=done.metrics, canary=done.canary)
         except HexcombError as error:
             await self._fail(plan, error)
             if self._child.is_closed:

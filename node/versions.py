@@ -108,6 +108,10 @@ class Versions:
         wanted = max(self._held, default=None) if version < 0 else version
         return self._signed.get(wanted) if wanted in self._held else None
 
+    def canary(self, version: Version) -> tuple[float, ...]:
+        """What the version's trainers compute of the probe; empty = unknown. Raises `ManifestRefusedError`."""
+        return self._require(version).seal.canary
+
     def body(self, version: Version) -> Body:
         """What the version consists of. Raises `ManifestRefusedError` if it is not known."""
         return self._require(version).body
@@ -157,6 +161,10 @@ class Versions:
         if not (self.model_dir / "config.json").exists():
             await asyncio.to_thread(materialize_model, body, self.blobs, self.model_dir)
         return path
+
+    def forget_weights(self, version: Version) -> None:
+        """Removes the weight file of a version; `make_ready` makes it anew from its chunks."""
+        self.weights_path(version).unlink(missing_ok=True)
 
     async def make_model_dir(self, version: Version) -> Path:
         """The folder with the model's small files, e.g. for a probe that needs no weights."""

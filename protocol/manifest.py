@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import blake3
 import msgspec
 
+from protocol.canary import NUM_SCORED_TOKENS
 from protocol.errors import ManifestRefusedError, UnauthenticatedError
 from protocol.ids import Digest, RunId, Version
 from protocol.keys import Identity, verify
@@ -106,14 +107,15 @@ class Body:
         return _decode(data, Body, check=check_body)
 
 
-@dataclass(frozen=True, slots=True)
-class Seal:
-    """What the coordinator adds at commit. `secret` seeds the slots opened under this version; `previous` is the
-    digest of the manifest before, so that manifests form a chain."""
+class Seal(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the coordinator adds at commit. `secret` seeds the slots opened under this version; `previous` is the digest
+    of the manifest before, so that manifests form a chain; `canary` is what the version's trainers compute of the probe
+    (`protocol.canary`), empty where nobody does or they differ."""
 
     secret: bytes
     previous: Digest | None
     committed_ms: int
+    canary: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,8 @@ def open_manifest(signed: SignedManifest, *, coordinator_key: bytes, run_id: Run
     manifest = _decode(signed.payload, Manifest, check=lambda m: check_body(m.body))
     if manifest.body.run_id != run_id or len(manifest.seal.secret) != 32:
         raise ManifestRefusedError("a manifest was refused", why="it belongs to another run or lacks its secret")
+    if len(manifest.seal.canary) not in (0, NUM_SCORED_TOKENS):
+        raise ManifestRefusedError("a manifest was refused", why="its canary is not of the probe")
     return manifest
 
 

@@ -6,7 +6,7 @@ gate 3 runs once more before it; nothing else ends a round well. If the bodies d
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.core.effects import AnnounceVersion
@@ -19,6 +19,7 @@ from coordinator.core.shares import num_live_tokens
 from coordinator.core.soft import Attestation
 from coordinator.core.state import Batch, Round
 from coordinator.core.turn import Turn
+from protocol.canary import TOLERANCES, max_difference
 from protocol.errors import ManifestRefusedError, NotEnrolledError, RoundStaleError
 from protocol.ids import PeerId, RoundId, Version
 from protocol.manifest import Body
@@ -49,7 +50,7 @@ def attest(turn: Turn, event: VersionAttested) -> None:
     round_, batch = _open_round(turn, event.peer_id, event.round_id)
     _check_body(turn, event.body)
     soft = turn.soft
-    soft.attestations[event.peer_id] = Attestation(event.body.digest, event.body, event.metrics)
+    soft.attestations[event.peer_id] = Attestation(event.body.digest, event.body, event.metrics, event.canary)
     if any(peer not in soft.attestations for peer in round_.peer_ids):
         return
     _judge(turn, round_, batch)
@@ -66,7 +67,8 @@ def _judge(turn: Turn, round_: Round, batch: Batch) -> None:
     turn.soft.attestations.clear()
     body = next(iter(words.values())).body
     metrics = {**_mean_metrics(words), **batch_metrics(turn.state, batch)}
-    _commit(turn, body, round_id=round_.round_id, metrics=metrics, groups=batch.groups)
+    canary = _agreed_canary([word.canary for word in words.values()])
+    _commit(turn, body, round_id=round_.round_id, metrics=metrics, groups=batch.groups, canary=canary)
     turn.soft.old_slots_since_ms = None
     cancel_stale(turn)
 
@@ -138,6 +140,16 @@ def _suspects(turn: Turn, words: Mapping[PeerId, Attestation], batch: Batch) -> 
     return (min(words, key=lambda peer: (turn.state.nodes[peer].num_rounds, peer)),)
 
 
+def _agreed_canary(canaries: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """What the first member says of the probe, unless another one's word is further from it than two right computations
+    may be: a version without a canary only goes unjudged, one with a wrong canary would be sampled by nobody."""
+    told = [canary for canary in canaries if canary]
+    allowed = TOLERANCES["float32"].max_difference
+    if not told or any(max_difference(other, told[0]) > allowed for other in told[1:]):
+        return ()
+    return told[0]
+
+
 def _mean_metrics(words: Mapping[PeerId, Attestation]) -> dict[str, float]:
     """Of what the members measured: the mean over those that sent a finite number."""
     values: dict[str, list[float]] = {}
@@ -157,6 +169,7 @@ def _commit(
     round_id: RoundId | None,
     metrics: dict[str, float],
     groups: tuple[int, ...],
+    canary: tuple[float, ...] = (),
 ) -> None:
     every = turn.rules.evaluate_every
     keep_from = Version(max(0, body.version - turn.max_lag - 2))
@@ -171,6 +184,7 @@ def _commit(
             groups=groups,
             keep_from=keep_from,
             evaluate=every > 0 and (body.version % every == 0 or body.version == turn.rules.stop_version),
+            canary=canary,
         )
     )
     turn.ask(AnnounceVersion(body.version, body))

@@ -171,12 +171,13 @@ class RolloutScored:
 
 @dataclass(frozen=True, slots=True)
 class VersionAttested:
-    """A member of the open round made these weights."""
+    """A member of the open round made these weights; `canary` is what it computes of the probe (`protocol.canary`)."""
 
     peer_id: PeerId
     round_id: RoundId
     body: Body
     metrics: dict[str, float]
+    canary: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

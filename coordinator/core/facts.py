@@ -75,7 +75,8 @@ class TrainersFailed:
 
 @dataclass(frozen=True, slots=True)
 class VersionCommitted:
-    """A version exists. The open batch (its `groups`) is trained; what is older than `keep_from` may be forgotten."""
+    """A version exists. The open batch (its `groups`) is trained; what is older than `keep_from` may be forgotten.
+    `canary` are the log-probabilities of the probe that its trainers agree on, empty where they do not."""
 
     version: Version
     root: Digest
@@ -86,6 +87,7 @@ class VersionCommitted:
     groups: tuple[int, ...]
     keep_from: Version
     evaluate: bool
+    canary: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class Attestation:
     digest: Digest
     body: Body
     metrics: dict[str, float]
+    canary: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ class Probed(msgspec.Struct, tag=True, frozen=True):
 class StartRollout(msgspec.Struct, tag=True, frozen=True):
     """Become a rollout engine. `engine` is "auto", "vllm" or "transformers". Tokens of slots under way come as events,
     of at most `piece_tokens` tokens (0 = not at all) or `piece_s` seconds. `canary` is what the version's trainers
-    expect of the probe (`node.canary`); empty = unknown. Reply: `Started`, or an error of code ENGINE_UNTRUSTED,
+    expect of the probe (`protocol.canary`); empty = unknown. With each step of `restraint` it takes less, after
+    crashes. `trust_remote_code` is the owner's word. Reply: `Started`, or an error of code ENGINE_UNTRUSTED,
     MODEL_REFUSED or another."""
 
     engine: str
@@ -44,6 +45,8 @@ class StartRollout(msgspec.Struct, tag=True, frozen=True):
     piece_s: float = 1.0
     gpu_memory_share: float = 0.0
     canary: tuple[float, ...] = ()
+    restraint: int = 0
+    trust_remote_code: bool = False
 
 
 class StartTrainer(msgspec.Struct, tag=True, frozen=True):
@@ -70,9 +73,11 @@ class StartTrainer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """The job runs. `engine` names the rollout engine; `endpoint` (host:port) is the trainer's peer service."""
+    """The job runs. `engine` names the rollout engine, `num_seats` are the samples that it runs at a time; `endpoint`
+    (host:port) is the trainer's peer service."""
 
     engine: str = ""
+    num_seats: int = 0
     endpoint: str = ""
 
 
@@ -161,7 +166,7 @@ class RunRound(msgspec.Struct, tag=True, frozen=True):
 
 class RoundDone(msgspec.Struct, tag=True, frozen=True):
     """The version stands ready (not yet in force): its manifest body, the update's metrics, and the log-probabilities
-    of the probe (`node.canary`) under it."""
+    of the probe (`protocol.canary`) under it."""
 
     body: bytes
     metrics: dict[str, float]

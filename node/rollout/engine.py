@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from node.canary import Probe
+from protocol.canary import Probe
 from protocol.ids import Version
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -78,6 +78,11 @@ class Engine(Protocol):
     @property
     def version(self) -> Version:
         """The version whose weights are loaded now."""
+        ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Samples that run at a time; once started, no more than the memory allows."""
         ...
 
     @property

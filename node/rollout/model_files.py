@@ -7,6 +7,7 @@ that passed `check_layout` can be loaded over the weights of the start. Impure: 
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from node.rollout.engine import SampleRequest
-from protocol.errors import EngineError, WeightsUnfitError
+from protocol.errors import EngineError, ModelRefusedError, WeightsUnfitError
 
 _HEAD = "lm_head.weight"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -99,9 +100,9 @@ def check_layout(found: Layout, expected: Layout, *, weights: Path) -> None:
         )
 
 
-def read_facts(model_dir: Path, weights: Path, *, max_model_len: int) -> ModelFacts:
+def read_facts(model_dir: Path, weights: Path, *, max_model_len: int, trust_remote_code: bool = False) -> ModelFacts:
     """Reads configuration and weight header and checks that they are of one model. Imports transformers:
-    seconds.
+    seconds. Raises `ModelRefusedError` for a model of an unknown kind, or one with code of its own that is not trusted.
 
     A file without an output head means that the head is tied to the embeddings, whatever the configuration
     says.
@@ -113,7 +114,7 @@ def read_facts(model_dir: Path, weights: Path, *, max_model_len: int) -> ModelFa
     largest = max(layout.values(), key=lambda spec: math.prod(spec.shape))
     if largest.dtype not in _DTYPES:
         raise EngineError(f"The weights are {largest.dtype}", remedy=f"Use one of {', '.join(_DTYPES)}.")
-    config, shapes = _config_and_shapes(model_dir, tied=tied)
+    config, shapes = _config_and_shapes(model_dir, tied=tied, trust_remote_code=trust_remote_code)
     expected = {
         name: TensorSpec(layout[name].dtype if name in layout else largest.dtype, shape)
         for name, shape in shapes.items()
@@ -137,21 +138,45 @@ def stage_model(folder: Path, model_dir: Path, weights: Path, *, tied: bool) -> 
     config = json.loads((model_dir / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
     (folder / "model.safetensors").symlink_to(weights.resolve())
+    for code in model_dir.glob("*.py"):  # there is none but where `check_code` let it pass
+        shutil.copyfile(code, folder / code.name)
 
 
-def _config_and_shapes(model_dir: Path, *, tied: bool) -> tuple[Any, dict[str, tuple[int, ...]]]:
+def check_code(model_dir: Path, *, trust_remote_code: bool) -> None:
+    """Raises `ModelRefusedError` where the model comes with code that would run here, unless the owner trusts it."""
+    try:
+        has_code = "auto_map" in json.loads((model_dir / "config.json").read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelRefusedError(f"the configuration in {model_dir} cannot be read", why=str(error)) from error
+    if has_code and not trust_remote_code:
+        raise ModelRefusedError(
+            "the model was refused",
+            why="it brings code of its own, which would run on this machine",
+            remedy="Only if you trust whoever made it: set `trust_remote_code = true` in node.toml.",
+        )
+
+
+def _config_and_shapes(
+    model_dir: Path, *, tied: bool, trust_remote_code: bool
+) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """The configuration, and the shape of every tensor that a checkpoint of it holds, from a model without
     memory.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_code(model_dir, trust_remote_code=trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, tie_word_embeddings=tied)
-    except (OSError, ValueError) as error:
-        raise EngineError(f"The model folder {model_dir} cannot be read", why=str(error)) from error
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        config = AutoConfig.from_pretrained(
+            model_dir, local_files_only=True, tie_word_embeddings=tied, trust_remote_code=trust_remote_code
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a configuration of strangers may break a model's constructor in any way
+        raise ModelRefusedError(
+            f"the model in {model_dir} was refused",
+            why=f"transformers does not know its kind, or its configuration is broken: {error}",
+        ) from error
     names = {name for name, _ in model.named_parameters()}  # one name for each tied group
     state = model.state_dict()
     buffers = state.keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}

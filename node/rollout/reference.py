@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-from node.canary import Probe
 from node.rollout.model_files import read_layout, stage_model
+from protocol.canary import Probe
 
 MAX_WEIGHT_BYTES = 4 << 30
 MEMORY_SHARE = 4

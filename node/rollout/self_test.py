@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.canary import TOLERANCES, Probe, max_difference, mean_k3, probe_for
 from node.rollout.engine import Engine
 from node.rollout.reference import Reference
+from protocol.canary import TOLERANCES, Probe, max_difference, mean_k3, probe_for
 from protocol.errors import EngineUntrustedError
 
 REMEDY = "The node does not sample with it. Another engine may do (`engine` in node.toml); if none does, report it."

@@ -16,11 +16,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from node.canary import Probe
 from node.rollout.chunks import Cutter
 from node.rollout.engine import Chunk, Sample, SampleRequest
-from node.rollout.model_files import ModelFacts, check_layout, read_facts, read_layout, stage_model
+from node.rollout.measured import look
+from node.rollout.memory import NO_LIMITS, Limits
+from node.rollout.model_files import ModelFacts, check_layout, read_layout, stage_model
 from node.torch_guard import block_broken_extras
+from protocol.canary import Probe
 from protocol.errors import EngineError
 from protocol.ids import Version
 
@@ -35,9 +37,8 @@ CLOSE_DEADLINE_S = 30.0
 class TransformersEngine:
     """`node.rollout.engine.Engine` in this process. One event loop at a time may use it."""
 
-    def __init__(self, *, max_num_seqs: int = 64, max_model_len: int = 2048, gpu_memory_share: float = 0.0) -> None:
-        self._gpu_memory_share = gpu_memory_share
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+    def __init__(self, *, max_num_seqs: int = 64, max_model_len: int = 2048, limits: Limits = NO_LIMITS) -> None:
+        self._max_num_seqs, self._max_model_len, self._limits = max_num_seqs, max_model_len, limits
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
         self._end: EngineError | None = EngineError("The engine has not been started")
@@ -50,6 +51,10 @@ class TransformersEngine:
     @property
     def version(self) -> Version:
         return self._decoder.version
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._max_num_seqs
 
     @property
     def vocab_size(self) -> int:
@@ -153,13 +158,23 @@ class TransformersEngine:
         from node.rollout.decoder import Decoder
         from node.training.gpu_memory import cap_gpu_memory
 
-        cap_gpu_memory(self._gpu_memory_share)
+        cap_gpu_memory(self._limits.gpu_memory_share)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # a small model's steps are too short to share, and other processes want the cores
-        self._facts = facts = read_facts(model_dir, weights, max_model_len=self._max_model_len)
+        facts, room = look(
+            model_dir,
+            weights,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self._max_model_len,
+            limits=self._limits,
+        )
+        self._facts = facts
+        self._max_num_seqs = room.max_num_seqs
         with tempfile.TemporaryDirectory(prefix="hexcomb-engine-") as folder:
             stage_model(Path(folder), model_dir, weights, tied=facts.tied)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, facts.dtype))
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, facts.dtype), trust_remote_code=self._limits.trust_remote_code
+            )
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # away from the mapped file, which others may share or remove
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,27 +10,26 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from node.canary import Probe
 from node.rollout.chunks import Cutter
 from node.rollout.engine import Chunk, Sample, SampleRequest, Segment
-from node.rollout.model_files import ModelFacts, check_layout, read_facts, read_layout, stage_model
+from node.rollout.measured import look
+from node.rollout.memory import BLOCK_TOKENS, NO_LIMITS, Limits, Room
+from node.rollout.model_files import ModelFacts, check_layout, read_layout, stage_model
 from node.rollout.vllm_surroundings import (
-    BLOCK_SIZE,
     ENVIRONMENT,
     children_environment,
-    kv_cache_bytes,
     make_folder,
     process_of,
     release,
 )
 from node.torch_guard import block_broken_extras
+from protocol.canary import Probe
 from protocol.errors import EngineError
 from protocol.ids import Version
 
@@ -53,9 +52,8 @@ class _Running:
 class VllmEngine:
     """`node.rollout.engine.Engine` over a child process. One event loop at a time may use it."""
 
-    def __init__(self, *, max_num_seqs: int = 64, max_model_len: int = 2048, gpu_memory_share: float = 0.0) -> None:
-        self._gpu_memory_share = gpu_memory_share
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+    def __init__(self, *, max_num_seqs: int = 64, max_model_len: int = 2048, limits: Limits = NO_LIMITS) -> None:
+        self._max_num_seqs, self._max_model_len, self._limits = max_num_seqs, max_model_len, limits
         self._loading = asyncio.Lock()
         self._swaps: set[asyncio.Task[tuple[float, ...]]] = set()
         self._ids = count()
@@ -70,6 +68,10 @@ class VllmEngine:
     @property
     def version(self) -> Version:
         return self._version
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._max_num_seqs
 
     @property
     def vocab_size(self) -> int:
@@ -167,16 +169,23 @@ class VllmEngine:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         block_broken_extras()
-        self._facts = read_facts(model_dir, weights, max_model_len=self._max_model_len)
+        facts, room = look(
+            model_dir,
+            weights,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self._max_model_len,
+            limits=self._limits,
+        )
+        self._facts, self._max_num_seqs = facts, room.max_num_seqs
         self._folder = make_folder()
         try:
             stage_model(Path(self._folder.name), model_dir, weights, tied=self._facts.tied)
-            self._engine = self._launch(Path(self._folder.name))
+            self._engine = self._launch(Path(self._folder.name), room)
         except Exception as error:
             self._folder.cleanup()
             raise EngineError("vLLM did not start", why=str(error)) from error
 
-    def _launch(self, folder: Path) -> Any:
+    def _launch(self, folder: Path, room: Room) -> Any:
         """A running AsyncLLM on the checkpoint in `folder`."""
         import torch
 
@@ -185,20 +194,23 @@ class VllmEngine:
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # spares a C++ compiler and many seconds
             per_device = {
                 "enforce_eager": True,
-                "block_size": BLOCK_SIZE,
-                "kv_cache_memory_bytes": kv_cache_bytes(self._facts, self._max_num_seqs),
+                "block_size": BLOCK_TOKENS,  # the prefix cache works on short prompts too
             }
-        elif self._gpu_memory_share:
-            per_device = {"gpu_memory_utilization": self._gpu_memory_share}
+        elif self._limits.gpu_memory_share:
+            per_device = {"gpu_memory_utilization": self._limits.gpu_memory_share}
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        with children_environment(folder), _own_entry():
+        from node.rollout.vllm_extension import own_entry
+
+        with children_environment(folder), own_entry():
             arguments = AsyncEngineArgs(
                 model=str(folder),
                 dtype=self._facts.dtype,
                 max_model_len=self._facts.max_len + 1,
-                max_num_seqs=self._max_num_seqs,
+                max_num_seqs=room.max_num_seqs,
+                kv_cache_memory_bytes=room.cache_bytes,
+                trust_remote_code=self._limits.trust_remote_code,
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 enable_prefix_caching=True,
@@ -380,18 +392,3 @@ class VllmEngine:
     def _finish(self, end: EngineError) -> None:
         if not self._end.done():
             self._end.set_result(end)
-
-
-@contextmanager
-def _own_entry() -> Iterator[None]:
-    """While it lasts, vLLM starts its process through `vllm_extension.run_engine_core`."""
-    from vllm.v1.engine.core import EngineCoreProc
-
-    from node.rollout.vllm_extension import run_engine_core
-
-    original = EngineCoreProc.run_engine_core
-    EngineCoreProc.run_engine_core = run_engine_core
-    try:
-        yield
-    finally:
-        EngineCoreProc.run_engine_core = original

@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,19 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     except SystemExit:  # the orderly end: all is released, and taking the interpreter apart would take seconds more
         atexit.register(os._exit, 0)
         raise
+
+
+@contextmanager
+def own_entry() -> Iterator[None]:
+    """While it lasts, vLLM starts its process through `run_engine_core`."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    original = EngineCoreProc.run_engine_core
+    EngineCoreProc.run_engine_core = run_engine_core
+    try:
+        yield
+    finally:
+        EngineCoreProc.run_engine_core = original
 
 
 def _end_with_owner() -> None:

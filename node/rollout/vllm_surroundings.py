@@ -10,16 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from node import torch_guard
-from node.rollout.model_files import ModelFacts
 
 MAX_TEMP_PATH_CHARS = 45  # a socket's whole path may have 107, and vLLM's names for them are long
-BLOCK_SIZE = 32  # the smallest that the CPU kernels take: the prefix cache works on short prompts too
-MIN_KV_CACHE_BYTES = 64 << 20
-MAX_KV_CACHE_BYTES = 1 << 30  # samples that find no room wait or are recomputed
-MAX_KV_CACHE_SHARE = 0.25  # of the memory that is free at the start
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -38,13 +31,6 @@ def make_folder() -> tempfile.TemporaryDirectory[str]:
     parent = tempfile.gettempdir()
     parent = parent if len(parent) <= MAX_TEMP_PATH_CHARS else "/tmp"
     return tempfile.TemporaryDirectory(prefix="hexcomb-engine-", dir=parent)
-
-
-def kv_cache_bytes(facts: ModelFacts, max_num_seqs: int) -> int:
-    """Memory for keys and values: of all that may run at once, within reason."""
-    longest = facts.kv_bytes_per_token * (facts.max_len + BLOCK_SIZE)  # without room for one, vLLM does not start
-    allowed = int(psutil.virtual_memory().available * MAX_KV_CACHE_SHARE)
-    return max(MIN_KV_CACHE_BYTES, longest, min(longest * max_num_seqs, allowed, MAX_KV_CACHE_BYTES))
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from typing import cast
 
 import msgspec
 
-from node.canary import probe_for
 from node.compute.messages import (
     Done,
     Generate,
@@ -28,17 +27,23 @@ from node.compute.messages import (
     StartRollout,
     StopSlots,
 )
+from node.planner import NUM_SEATS
 from node.rollout.engine import Chunk, Engine, Sample, SampleRequest
+from node.rollout.memory import Limits
 from node.rollout.selection import EngineName, make_engine
 from node.rollout.self_test import check_canary, judge_engine
+from protocol.canary import probe_for
 from protocol.child import Emit
-from protocol.errors import EngineError, EngineUntrustedError, ModelMissingError, UsageError
+from protocol.errors import EngineError, EngineUntrustedError, ModelMissingError, ModelRefusedError, UsageError
 from protocol.ids import TaskKey, Version
 from protocol.run import SamplingContract
 from protocol.tasks import Environment, Tokenizer, load_tokenizer, make_environment, regenerate
 
 PROMPT_ROOM = 4096
 """Tokens kept free for prompts beside the longest completion, where the model allows so many."""
+
+EXPECTED_PROMPT_TOKENS = 512
+"""Prompts are counted on to be no longer; those that are only leave less room for others."""
 
 
 class RolloutJob:
@@ -59,9 +64,9 @@ class RolloutJob:
         """The job that `order` asks for. Raises `EngineError` when no engine starts."""
         names: tuple[EngineName, ...] = _engine_names(order.engine)
         model_dir, version, weights = Path(order.model_dir), Version(order.version), Path(order.weights)
-        max_model_len = _max_model_len(model_dir, order.contract)
+        max_num_seqs, max_model_len, limits = _limits_of(order)
         for position, name in enumerate(names):
-            engine = make_engine(name, max_model_len=max_model_len, gpu_memory_share=order.gpu_memory_share)
+            engine = make_engine(name, max_num_seqs=max_num_seqs, max_model_len=max_model_len, limits=limits)
             try:
                 await engine.start(model_dir, version, weights)
                 found = await judge_engine(engine, model_dir=model_dir, weights=weights, canary=order.canary)
@@ -72,7 +77,7 @@ class RolloutJob:
                 print(f"engine {name} did not start, trying the next: {error}", flush=True)
                 continue
             print(f"engine {name} stands its test: {found}", flush=True)
-            return cls(engine, order), Started(engine=_name_of(engine))
+            return cls(engine, order), Started(engine=_name_of(engine), num_seats=engine.max_num_seqs)
         raise AssertionError("there is always one engine to try")
 
     async def handle(self, request: Generate | StopSlots | MakePrompts | Load, emit: Emit) -> msgspec.Struct:
@@ -219,11 +224,29 @@ def _name_of(engine: Engine) -> str:
     return type(engine).__name__.removesuffix("Engine").lower()
 
 
-def _max_model_len(model_dir: Path, contract: SamplingContract) -> int:
+def _limits_of(order: StartRollout) -> tuple[int, int, Limits]:
+    """Samples at a time, the longest one, and the rest of what the engine is allowed. Each step of restraint halves the
+    samples; from the second on memory and room for prompts are halved too."""
+    halvings = max(0, order.restraint - 1)
+    prompt_room = PROMPT_ROOM >> halvings
+    limits = Limits(
+        expected_tokens=order.contract.max_new_tokens + EXPECTED_PROMPT_TOKENS,
+        cache_share=1.0 / (1 << halvings),
+        gpu_memory_share=order.gpu_memory_share,
+        trust_remote_code=order.trust_remote_code,
+    )
+    longest = _max_model_len(Path(order.model_dir), order.contract, prompt_room)
+    return max(1, NUM_SEATS >> order.restraint), longest, limits
+
+
+def _max_model_len(model_dir: Path, contract: SamplingContract, prompt_room: int) -> int:
     """Tokens that prompt and completion may have together: what the run needs, and never more than the
     model has."""
     path = model_dir / "config.json"
     if not path.is_file():
         raise ModelMissingError(f"{model_dir} has no config.json", remedy="Fetch the base model again.")
-    longest = int(json.loads(path.read_text()).get("max_position_embeddings", 0)) or PROMPT_ROOM
-    return min(longest, contract.max_new_tokens + PROMPT_ROOM)
+    try:
+        longest = int(json.loads(path.read_text()).get("max_position_embeddings", 0)) or PROMPT_ROOM
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelRefusedError(f"{path} cannot be read", why=str(error)) from error
+    return min(longest, contract.max_new_tokens + prompt_room)

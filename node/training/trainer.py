@@ -18,6 +18,7 @@ import blake3
 import numpy as np
 import torch
 
+from node.rollout.reference import score_probe
 from node.torch_guard import block_broken_extras
 from node.training import gradient as gradients
 from node.training.evaluation import greedy_completions
@@ -25,6 +26,7 @@ from node.training.loss import MetricSums
 from node.training.optimizer import WIRE_DTYPE, Moments, OptimizerState, Vector, bytes_of
 from node.weights.blobs import BlobStore
 from node.weights.content import open_tensors, store_chunks
+from protocol.canary import probe_for
 from protocol.errors import EngineError, ModelMissingError, RootMismatchError, RoundStaleError
 from protocol.ids import Digest, RunId, Version
 from protocol.manifest import Body
@@ -138,6 +140,14 @@ class Trainer:
         if self._moments_before is not None and self._moments_before[0] == version:
             return self._moments_before[1]
         return None
+
+    def canary(self, version: TrainedVersion) -> tuple[float, ...]:
+        """Log-probabilities of the probe under a version, by which engines find out whether they serve it."""
+        self._bind(version.state.weights_P)
+        try:
+            return score_probe(self.model, probe_for(self.model.config.vocab_size))
+        finally:
+            self._bind(self.in_force.state.weights_P)
 
     def evaluate(self, prompts: Sequence[tuple[int, ...]], contract: SamplingContract) -> tuple[tuple[int, ...], ...]:
         """The most likely completion of each prompt under the version in force."""

@@ -180,11 +180,12 @@ class TrainerJob:
             store = self._trainer.next_version
             staged = await self._heavy(store, stepped.state, self._blobs, run_id=plan.run_id)
             await self._heavy(write_moments, Path(message.moments_path), staged.state.moments)
+            canary = await self._heavy(self._trainer.canary, staged)
             stepped.seconds["time/store_s"] = time.monotonic() - started
         finally:
             dropped.set()
         self._trainer.staged = staged
-        return RoundDone(staged.body.to_bytes(), metrics_of(shares[0], stepped))
+        return RoundDone(staged.body.to_bytes(), metrics_of(shares[0], stepped), canary)
 
     async def _drop_round(self, why: str) -> None:
         """Ends the round that runs, if one does, and what it has staged."""

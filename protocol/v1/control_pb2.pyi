@@ -931,6 +931,7 @@ class AttestVersionRequest(message.Message):
     ROUND_ID_FIELD_NUMBER: builtins.int
     BODY_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
+    CANARY_FIELD_NUMBER: builtins.int
     round_id: builtins.str
     """The round."""
     body: builtins.bytes
@@ -939,16 +940,21 @@ class AttestVersionRequest(message.Message):
     def metrics(self) -> containers.ScalarMap[builtins.str, builtins.float]:
         """Metrics of the update by name, e.g. "loss", "grad_norm", "mismatch/k3"."""
 
+    @builtins.property
+    def canary(self) -> containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Log-probabilities of the probe under the version, as `protocol.canary` defines it; empty if it was not scored."""
+
     def __init__(
         self,
         *,
         round_id: builtins.str = ...,
         body: builtins.bytes = ...,
         metrics: abc.Mapping[builtins.str, builtins.float] | None = ...,
+        canary: abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["body", b"body", "metrics", b"metrics", "round_id", b"round_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["body", b"body", "canary", b"canary", "metrics", b"metrics", "round_id", b"round_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

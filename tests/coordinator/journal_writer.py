@@ -24,8 +24,8 @@ from coordinator.core.replies import Grant, Receipt
 from coordinator.core.state import State
 from coordinator.journal import Entry, Journal
 from protocol.errors import HexcombError, JournalError
-from protocol.ids import Digest, Version
-from protocol.manifest import Body, SignedManifest
+from protocol.ids import Digest
+from protocol.manifest import SignedManifest
 from tests.coordinator.world import RUN_ID, make_rules
 
 SNAPSHOT_EVERY = 40
@@ -49,9 +49,9 @@ class Answer(msgspec.Struct):
     grant: Grant | None = None
 
 
-def seal(version: Version, body: Body, previous: Digest | None, now_ms: int) -> SignedManifest:
+def seal(fact: VersionCommitted, previous: Digest | None, now_ms: int) -> SignedManifest:
     """A manifest that names its version and follows another."""
-    return SignedManifest(f"{version} {body.root} {previous}".encode(), b"signed")
+    return SignedManifest(f"{fact.version} {fact.root} {previous}".encode(), b"signed")
 
 
 Append = Callable[[Journal, Sequence[Entry], State], None]

@@ -10,21 +10,22 @@ import pytest
 from coordinator.authority import Authority
 from coordinator.core import events as e
 from coordinator.core.effects import AnnounceVersion, AssignRole, ScoreRollout
+from coordinator.core.facts import VersionCommitted
 from coordinator.core.handle import Core
 from coordinator.core.replies import Grant, Receipt
 from coordinator.core.state import Group, Slot, State, encode_state
 from coordinator.journal import Entry, Journal
 from protocol.errors import InviteUnknownError, JournalError, LeaseUnknownError
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, SlotKey, TaskKey, Version
-from protocol.manifest import Body, SignedManifest
+from protocol.manifest import SignedManifest
 from tests.coordinator.world import BASE, RUN_ID, make_body, make_rules
 
 DEADLINE_S = 10.0
 
 
-def seal(version: Version, body: Body, previous: Digest | None, now_ms: int) -> SignedManifest:
+def seal(fact: VersionCommitted, previous: Digest | None, now_ms: int) -> SignedManifest:
     """A manifest that says what it was made from."""
-    return SignedManifest(f"{version} {body.root} {previous}".encode(), b"signed")
+    return SignedManifest(f"{fact.version} {fact.root} {previous}".encode(), b"signed")
 
 
 class Clock:

@@ -64,6 +64,29 @@ def test_equal_bodies_make_a_version_and_train_its_slots_once() -> None:
     assert [node.num_trained for node in world.core.state.nodes.values()] == [0, 0, 4]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ((-1.0, -2.0), (-1.0, -2.0), (-1.0, -2.0)),
+        ((-1.0, -2.0), (-1.0001, -2.0), (-1.0, -2.0)),  # other machines, other last bits
+        ((-1.0, -2.0), (), (-1.0, -2.0)),
+        ((), (-1.0, -2.0), (-1.0, -2.0)),
+        ((-1.0, -2.0), (-1.0, -2.1), ()),  # one of them is wrong, and nobody knows which
+        ((-1.0, -2.0), (-1.0,), ()),
+        ((), (), ()),
+    ],
+)
+def test_a_version_carries_the_canary_that_its_trainers_agree_on(
+    first: tuple[float, ...], second: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
+    world = started()
+    body = world.next_body()
+    for name, canary in (("t0", first), ("t1", second)):
+        decision = world.do(e.VersionAttested(PeerId(name), RoundId("0.0"), body, {}, canary))
+    (committed,) = [fact for fact in decision.facts if isinstance(fact, VersionCommitted)]
+    assert committed.canary == expected
+
+
 def test_wrong_bodies_are_refused() -> None:
     world = started()
     head = world.core.state.head

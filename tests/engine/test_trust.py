@@ -10,13 +10,13 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
-from node.canary import probe_for
 from node.compute.messages import Done, Generate, Load, SlotAdvanced, SlotFilled, SlotOrder, StartRollout
 from node.rollout import decoder, vllm_engine
 from node.rollout.engine import Engine
 from node.rollout.reference import Reference
 from node.rollout.self_test import check_contract, judge_engine
 from node.rollout.worker import RolloutJob
+from protocol.canary import probe_for
 from protocol.errors import EngineError, EngineUntrustedError, WeightsUnfitError
 from protocol.ids import Version
 from protocol.run import EnvironmentSpec, SamplingContract

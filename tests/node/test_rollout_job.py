@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import msgspec
 
-from node.canary import Probe
 from node.compute.messages import Done, Generate, SlotAdvanced, SlotFilled, SlotOrder, StartRollout, StopSlots
 from node.rollout.engine import Chunk, Sample, SampleRequest, Segment
 from node.rollout.worker import RolloutJob
+from protocol.canary import Probe
 from protocol.errors import EngineError
 from protocol.ids import Version
 from protocol.run import EnvironmentSpec, SamplingContract

@@ -126,6 +126,7 @@ class Bench:
             make_ready=make_ready,
             root=lambda _: Digest("r"),
             manifest=lambda _: manifest,
+            canary=lambda _: (),
         )
         node = SimpleNamespace(
             home=home,

@@ -155,16 +155,28 @@ def test_a_signed_manifest_opens_for_its_run_and_its_coordinator_only() -> None:
     [
         Manifest(dataclasses.replace(GOOD, run_id=None), SEAL),
         Manifest(dataclasses.replace(GOOD, run_id=RunId("cd" * 16)), SEAL),
-        Manifest(GOOD, dataclasses.replace(SEAL, secret=b"s" * 31)),
+        Manifest(GOOD, msgspec.structs.replace(SEAL, secret=b"s" * 31)),
         Manifest(dataclasses.replace(GOOD, chunk_bytes=1), SEAL),
+        Manifest(GOOD, msgspec.structs.replace(SEAL, canary=(-1.0,) * 27)),
     ],
-    ids=["no run", "another run", "a short secret", "a bad body"],
+    ids=["no run", "another run", "a short secret", "a bad body", "a canary of another length"],
 )
 def test_even_what_the_coordinator_signed_is_checked(manifest: Manifest) -> None:
     payload = msgspec.msgpack.encode(manifest)
     signed = SignedManifest(payload, COORDINATOR.sign(kind=KIND, run_id=RUN_ID, payload=payload))
     with pytest.raises(ManifestRefusedError):
         open_manifest(signed, coordinator_key=COORDINATOR.public_bytes, run_id=RUN_ID)
+
+
+def test_a_canary_travels_in_the_seal_and_changes_no_root() -> None:
+    seal = msgspec.structs.replace(SEAL, canary=(-1.25,) * 28)
+    signed = sign_manifest(COORDINATOR, Manifest(GOOD, seal))
+    opened = open_manifest(signed, coordinator_key=COORDINATOR.public_bytes, run_id=RUN_ID)
+    assert opened.seal.canary == seal.canary
+    assert (opened.body.root, opened.body.digest) == (GOOD.root, GOOD.digest)
+    without = sign_manifest(COORDINATOR, Manifest(GOOD, SEAL))
+    assert b"canary" not in without.payload  # as manifests were before there were canaries: those still open
+    assert open_manifest(without, coordinator_key=COORDINATOR.public_bytes, run_id=RUN_ID).seal.canary == ()
 
 
 def read(data: bytes) -> Body | None:

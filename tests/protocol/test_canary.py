@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from node.canary import TOLERANCES, max_difference, mean_k3, probe_for
+from protocol.canary import TOLERANCES, max_difference, mean_k3, probe_for
 
 
 @pytest.mark.parametrize("vocab_size", [64, 128, 49_152, 151_936])
