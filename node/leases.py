@@ -51,6 +51,7 @@ class LeaseWork:
     filled: asyncio.Queue[SlotFilled] = field(default_factory=lambda: asyncio.Queue(MAX_QUEUED))
     is_over: bool = False
     is_generating: bool = True
+    is_engine_lost: bool = False
     num_ended: int = 0
     num_taken: int = 0
     num_stopped: int = 0
@@ -83,7 +84,7 @@ class LeaseWork:
             reason = error.sentence()
             log.warning("lease refused", lease=self.lease.lease_id, code=error.code, why=error.why)
         except (HexcombError, asyncio.CancelledError) as error:
-            is_fault = isinstance(error, EngineError) or self.child.is_closed
+            is_fault = isinstance(error, EngineError) or self.child.is_closed or self.is_engine_lost
             await self._give_back(str(error) or "the node stops this work", is_fault=is_fault)
             raise
         finally:

@@ -53,3 +53,6 @@ class Restarts:
             return replace(self, failures=failures, is_trial=True), Attempt(self.pause_s, restraint, why)
         wait_s = backoff_s(len(recent), chance=chance, base_s=0.5, cap_s=self.max_wait_s)
         return replace(self, failures=failures, is_trial=False), Attempt(wait_s, restraint)
+
+
+NO_FAILURES = Restarts()

@@ -19,6 +19,7 @@ from node.orders import Lease
 from node.pieces import PieceSender
 from node.planner import (
     MAX_OUTSTANDING,
+    NUM_SEATS,
     AskForWork,
     FetchVersion,
     LoadVersion,
@@ -40,6 +41,7 @@ from protocol.ids import Digest, LeaseId, SlotKey, Version
 
 START_DEADLINE_S = 600.0
 LOAD_DEADLINE_S = 300.0
+HANG_S = 300.0
 FIRST_LEASE_SLOTS = 32
 MAX_NO_WORK_S = 2.0
 
@@ -69,12 +71,14 @@ class RolloutWork:
         self._ask_s = 0.0
         self._service_s: float | None = None
         self._busy_since_s = 0.0
+        self._last_word_s = time.monotonic()
 
     async def run(self) -> None:
         """Starts the engine on the newest version and works until cancelled."""
         await self._start()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch())
+            tasks.create_task(self._watch_progress())
             tasks.create_task(self._route_events())
             tasks.create_task(self._sender.run())
             tasks.create_task(self._carry_out(tasks))
@@ -123,18 +127,39 @@ class RolloutWork:
             piece_s=node.spec.piece_s,
             gpu_memory_share=node.settings.limits.gpu_memory_share,
             canary=node.versions.canary(head),
+            restraint=node.state.restraint,
+            trust_remote_code=node.settings.trust_remote_code,
         )
         started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
-        node.state.engine = started.engine
+        node.state.engine, node.state.num_seats = started.engine, started.num_seats
         self._note_loaded(head)
         log.info("engine up", engine=started.engine, version=head)
 
     async def _watch(self) -> None:
         raise await self._child.wait_closed()
 
+    async def _watch_progress(self) -> None:
+        """Raises `EngineError` when the engine says nothing for `HANG_S` of samples that it has; a lease may last far
+        longer. Without pieces silence is no sign."""
+        looked_s = time.monotonic()
+        while self._node.spec.piece_tokens:
+            await asyncio.sleep(HANG_S / 10)
+            now_s = time.monotonic()
+            is_thawed, looked_s = now_s - looked_s > HANG_S / 3, now_s
+            is_busy = any(work.num_running for work in self._leases.values()) and self._loading is None
+            if is_thawed or not is_busy:  # this process itself may have stood still
+                self._last_word_s = now_s
+            elif now_s - self._last_word_s > HANG_S:
+                for work in self._leases.values():
+                    work.is_engine_lost = True
+                raise EngineError(
+                    "the engine hangs", why=f"no token came for {HANG_S:.0f} s", remedy="It is started again with less."
+                )
+
     async def _route_events(self) -> None:
         while True:
             event = await self._child.next_event()
+            self._last_word_s = time.monotonic()
             work = self._leases.get(LeaseId(event.lease_id))
             match event:
                 case SlotAdvanced() if work is not None:
@@ -183,6 +208,7 @@ class RolloutWork:
             num_outstanding=max(num_generating, len(self._leases) - MAX_OUTSTANDING),
             num_slots=self._lease_slots,
             num_running=sum(work.num_running for work in self._leases.values()),
+            num_seats=node.state.num_seats or NUM_SEATS,
             num_asking=self._num_asking,
             fetching=self._fetching,
             loading=self._loading,
@@ -255,7 +281,7 @@ class RolloutWork:
             self._begin(lease, tasks)
             log.info("lease granted", lease=lease.lease_id, num_slots=len(lease.slots), version=version)
         except RootMismatchError as error:
-            raise EngineError("the loaded weights are not the committed ones", why=error.why) from error
+            raise EngineUntrustedError("the loaded weights are not the committed ones", why=error.why) from error
         except HexcombError as error:
             await self._note_no_work(error)
         finally:

@@ -108,6 +108,8 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "max_lag": state.spec.max_lag if state.spec else None,
         "versions_held": node.versions.held,
         "engine": state.engine,
+        "engine_seats": state.num_seats,
+        "engine_restraint": state.restraint,
         "tokens_per_s": round(state.rate.per_s(now_s=now_s), 1),
         "tokens": state.rate.total,
         "counts": dict(sorted(state.counts.items())),

@@ -63,7 +63,8 @@ class Rate:
 @dataclass(slots=True)
 class NodeState:
     """The fields that several tasks read. `loaded` is what engine or trainer has in force, with its root; `starting` is
-    what one that is not up yet starts from, which may be long out of date when it is.
+    what one that is not up yet starts from, which may be long out of date when it is. `num_seats` are the samples that
+    the engine runs at a time; `restraint` says by how many steps it takes less than it could, after crashes.
 
     `paused` is the owner's word of the moment, `limited` what his standing limits say, `not_available` which of them
     cannot be looked after, `memory_trouble` that a job must end for the memory that it takes. `finishing` ends in the
@@ -76,6 +77,8 @@ class NodeState:
     loaded: tuple[Version, Digest] | None = None
     starting: Version | None = None
     engine: str = ""
+    num_seats: int = 0
+    restraint: int = 0
     endpoint: str = ""
     trainer_endpoint: str = ""
     activity: str = "starting"
@@ -133,7 +136,7 @@ class NodeState:
 
     def drop_job(self) -> None:
         """The engine or trainer is gone."""
-        self.loaded, self.starting, self.engine, self.trainer_endpoint = None, None, "", ""
+        self.loaded, self.starting, self.engine, self.trainer_endpoint, self.num_seats = None, None, "", "", 0
         self.changed()
 
     def now_ms(self) -> int:

@@ -1,9 +1,9 @@
 """What the node does for the run: measures itself, then follows its role, with a compute child for each.
 Impure.
 
-Invariants: one job runs at a time, in a child of its own; a child that dies is replaced after a wait that
-grows, and a role that changes ends the job first, as does its owner's word, once leases or round have ended or their
-time is over; versions that nobody within the bound needs are removed.
+Invariants: one job runs at a time, in a child of its own; a child that dies is replaced, by `node.restarts`, and a role
+that changes ends the job first, as does its owner's word, once leases or round have ended or their time is over;
+versions that nobody within the bound needs are removed.
 """
 
 import asyncio
@@ -14,10 +14,11 @@ from collections.abc import Callable
 
 import structlog
 
-from node.backoff import Breaker, backoff_s
+from node.backoff import backoff_s
 from node.context import Node
 from node.machine import measure
 from node.orders import EvaluationRequested, RoundAborted, RoundSealed
+from node.restarts import NO_FAILURES, Attempt, Restarts
 from node.rollouts import RolloutWork
 from node.state import NodeState
 from node.trainer_orders import TrainerOrders
@@ -27,8 +28,6 @@ from protocol.ids import LeaseId, SlotKey, Version
 from protocol.round import open_plan
 from protocol.run import Role
 
-MAX_RESTART_S = 60.0
-LONG_RESTART_S = 300.0
 LEASES_END_S = 20.0
 """A node that must pause works on so long on the leases that it has; what is then unfilled goes on elsewhere."""
 ROUND_GRACE_S = 15.0
@@ -40,8 +39,8 @@ log = structlog.get_logger("work")
 class Work:
     """The node's present job, and the orders that it follows."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, node: Node, restarts: Restarts = NO_FAILURES) -> None:
+        self._node, self._restarts = node, restarts
         self._orders = TrainerOrders()
         self._rollouts: RolloutWork | None = None
         self._training: TrainingSession | None = None
@@ -100,7 +99,7 @@ class Work:
             await state.wait_changed(state.ticks, timeout_s=min(left_s, LOOK_AGAIN_S))
 
     async def _follow_roles(self) -> None:
-        node, breaker = self._node, Breaker()
+        node, restarts = self._node, self._restarts
         await self._measure()
         while True:
             if node.state.unwilling:
@@ -112,17 +111,35 @@ class Work:
                 continue
             except* HexcombError as group:
                 error = first_of(group)
-            node.state.drop_job()
-            node.session.beat_now()
-            breaker = breaker.after_failure(ran_s=time.monotonic() - started_s)
-            cap_s = LONG_RESTART_S if breaker.is_open else MAX_RESTART_S
-            wait_s = backoff_s(breaker.num_failures, chance=random.random(), base_s=0.5, cap_s=cap_s)
-            node.state.trouble = error.sentence()
-            node.state.counts["jobs failed"] += 1
-            node.state.activity = f"restarting the {role} job in {wait_s:.0f} s"
-            notes = "\n".join(getattr(error, "__notes__", []))
-            log.error("job ended", role=role, why=error.sentence(), notes=notes, next_in_s=round(wait_s, 1))
-            await asyncio.sleep(wait_s)
+            now_s = time.monotonic()
+            restarts, attempt = restarts.after_failure(
+                error.code, ran_s=now_s - started_s, now_s=now_s, chance=random.random()
+            )
+            self._note_failure(role, error, attempt)
+            await self._stay_out(role, attempt.wait_s)
+
+    def _note_failure(self, role: Role, error: HexcombError, attempt: Attempt) -> None:
+        """Says in the status, to the coordinator and in the log what failed and what follows."""
+        state, wait_s = self._node.state, attempt.wait_s
+        state.drop_job()
+        state.restraint = attempt.restraint
+        state.trouble = error.sentence()
+        state.counts["jobs failed"] += 1
+        state.activity = f"restarting the {role} job in {wait_s:.0f} s"
+        if attempt.pause:
+            state.activity = f"stopped trying: {attempt.pause}, again in {wait_s / 60:.0f} min"
+        self._node.session.beat_now()
+        notes = "\n".join(getattr(error, "__notes__", []))
+        facts = {"role": role, "why": error.sentence(), "restraint": attempt.restraint, "pause": attempt.pause}
+        log.error("job ended", **facts, notes=notes, next_in_s=round(wait_s, 1))
+
+    async def _stay_out(self, role: Role, wait_s: float) -> None:
+        """Waits before the next attempt, for as long as the role is the same and the owner lets the node work."""
+        changing = asyncio.create_task(self._wait_for_other_wish(role))
+        try:
+            await asyncio.wait({changing}, timeout=wait_s)
+        finally:
+            changing.cancel()
 
     async def _until_role_changes(self, role: Role) -> None:
         """Does the role's job; returns once the role is another one, or the owner wants none."""
@@ -138,6 +155,11 @@ class Work:
             if not task.cancelled():
                 task.result()
         self._node.state.drop_job()
+
+    async def _wait_for_other_wish(self, role: Role) -> None:
+        state = self._node.state
+        while state.role == role and not state.unwilling:
+            await state.wait_changed(state.ticks)
 
     async def _wait_until_over(self, role: Role) -> None:
         """Until the job is to end: for another role, or by the owner's word. Raises `MachineUnfitError` when it takes
