@@ -17,6 +17,7 @@ from node.compute.messages import ChildEvent
 from node.home import Home
 from node.orders import Lease, PiecesReceived, SlotWork
 from node.restarts import Restarts
+from node.settings import NodeSettings
 from node.state import NodeState
 from node.work import Work
 from protocol.child import ChildProcess
@@ -95,7 +96,7 @@ class Bench:
             state=self.state,
             control=self.control,
             versions=versions,
-            settings=SimpleNamespace(engine="transformers", trust_remote_code=False),
+            settings=NodeSettings(engine="transformers"),
             session=SimpleNamespace(beat_now=lambda: None, introduce_again=lambda: None),
             start_compute=self.start_compute,
         )
