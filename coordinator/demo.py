@@ -11,10 +11,10 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from coordinator.demo_view import View
 from coordinator.page_client import http_get
@@ -28,12 +28,13 @@ STOP_DEADLINE_S = 12.0
 POLL_S = 1.0
 
 Status = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
     """What the demo starts. `rollout_engines` has one entry for each rollout node; `chaos` kills a rollout node, a
-    trainer and the coordinator at these versions."""
+    trainer and the coordinator at these versions. It ends early where two evaluations in a row reach `target`."""
 
     num_trainers: int
     rollout_engines: tuple[str, ...]
@@ -42,6 +43,8 @@ class DemoPlan:
     stop_version: int
     deadline_s: float
     chaos: tuple[tuple[int, str], ...] = ()
+    target: float = TARGET_ACCURACY
+    base_deadline_s: float = START_DEADLINE_S
 
 
 @dataclass(slots=True)
@@ -115,6 +118,21 @@ def program(name: str) -> str:
 async def run_demo(plan: DemoPlan, *, folder: Path, base: Path, view: View) -> bool:
     """Runs the swarm; True if it learned what it should. Raises `HexcombError` when it cannot run."""
     started = time.monotonic()
+    final = await run_swarm(plan, folder=folder, base=base, view=view, then=_status)
+    return view.verdict(
+        final,
+        engines_wanted=plan.rollout_engines,
+        target=plan.target,
+        seconds=time.monotonic() - started,
+        chaos=bool(plan.chaos),
+    )
+
+
+async def run_swarm(
+    plan: DemoPlan, *, folder: Path, base: Path, view: View, then: Callable[["Swarm", Status], Awaitable[T]]
+) -> T:
+    """Runs the swarm until it is over, and gives what `then` makes of it and its last status while it still lives."""
+    started = time.monotonic()
     if not (base / "body.msgpack").exists():
         await make_base(plan, base, view)
     (folder / "run.toml").write_text(plan.run_file)
@@ -124,15 +142,13 @@ async def run_demo(plan: DemoPlan, *, folder: Path, base: Path, view: View) -> b
         view.say(f"coordinator up, page at {page}")
         await start_nodes(plan, swarm, base=base)
         final = await _watch(plan, swarm, page=page, view=view, ends_at=started + plan.deadline_s)
+        return await then(swarm, final)
     finally:
         await swarm.stop()
-    return view.verdict(
-        final,
-        engines_wanted=plan.rollout_engines,
-        target=TARGET_ACCURACY,
-        seconds=time.monotonic() - started,
-        chaos=bool(plan.chaos),
-    )
+
+
+async def _status(_: "Swarm", final: Status) -> Status:
+    return final
 
 
 async def start_coordinator(swarm: Swarm) -> str:
@@ -144,14 +160,19 @@ async def start_coordinator(swarm: Swarm) -> str:
 
 async def make_base(plan: DemoPlan, base: Path, view: View) -> None:
     """Makes the base model's folder, or nothing of it."""
-    view.say("making the base model and warming it up (once; it is cached)")
+    view.say("making the base model (once; it is cached)")
     making = base.with_name(base.name + ".making")  # a demo that was stopped here leaves no half base behind
     shutil.rmtree(making, ignore_errors=True)
     command = (program("hexcomb"), "base", "create", str(making), *plan.base_args)
     process = await asyncio.create_subprocess_exec(*command)
-    async with asyncio.timeout(START_DEADLINE_S):
-        if await process.wait() != 0:
-            raise EngineError("the base model could not be made", why=f"`{' '.join(command)}` failed")
+    try:
+        async with asyncio.timeout(plan.base_deadline_s):
+            if await process.wait() != 0:
+                raise EngineError("the base model could not be made", why=f"`{' '.join(command)}` failed")
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
     making.replace(base)
 
 
@@ -161,7 +182,7 @@ async def start_nodes(plan: DemoPlan, swarm: Swarm, *, base: Path) -> None:
     for role, engines in (("trainer", ("auto",) * plan.num_trainers), ("rollout", plan.rollout_engines)):
         if not engines:
             continue
-        invite = await _output(
+        invite = await output(
             program("hexcomb-coordinator"), "invite", "create", "--home", str(home), "--role", role,
             "--uses", str(len(engines)), "--expires", "1h",
         )  # fmt: skip
@@ -211,7 +232,7 @@ def is_over(plan: DemoPlan, status: Status) -> bool:
     evaluations = status["evaluations"]
     if evaluations and evaluations[-1]["version"] >= plan.stop_version:
         return True
-    enough = max(TARGET_ACCURACY, 2 * evaluations[0]["accuracy"]) if evaluations else 1.0
+    enough = max(plan.target, 2 * evaluations[0]["accuracy"]) if evaluations else 1.0
     return len(evaluations) > 2 and all(e["accuracy"] >= enough for e in evaluations[-2:])
 
 
@@ -228,11 +249,12 @@ async def wait_for_page(swarm: Swarm, home: Path) -> str:
     raise UnreachableError("the coordinator did not become ready", why=f"see {home.parent / 'coordinator.log'}")
 
 
-async def _output(*command: str) -> str:
+async def output(*command: str, deadline_s: float = 60.0) -> str:
+    """What a command prints. Raises `HexcombError` with its complaint where it fails."""
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(deadline_s):
         out, err = await process.communicate()
     if process.returncode != 0:
         raise HexcombError(f"`{' '.join(command)}` failed", why=err.decode().strip())

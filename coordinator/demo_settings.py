@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import platformdirs
 from rich.console import Console
@@ -23,12 +23,17 @@ from protocol.errors import UsageError
 from protocol.run import EnvironmentSpec
 from protocol.tasks import make_environment
 
+T = TypeVar("T")
+
 NUM_VERSIONS = 240
 DEADLINE_S, CHAOS_DEADLINE_S = 480.0, 720.0
 EVALUATE_EVERY = 10
 BASE_RECIPE = 1
 """Raised when `hexcomb base create --tiny` makes another model than before, so that a cached one is not used."""
 CHAOS = ((15, "rollout-2"), (30, "trainer-2"), (45, "coordinator"))
+
+MIXES = {"mixed": ("vllm", "transformers"), "vllm": ("vllm",), "transformers": ("transformers",)}
+"""Engines of the rollout nodes, over and over."""
 
 # What the demo is tuned for; any other environment runs with its own parameters and without a promise.
 TASKS: dict[str, dict[str, int | float | str | bool]] = {
@@ -103,7 +108,7 @@ def start_demo(
     return learned
 
 
-async def until_signalled(demo: Coroutine[Any, Any, bool]) -> bool:
+async def until_signalled(demo: Coroutine[Any, Any, T]) -> T:
     """What it gives; SIGINT and SIGTERM stop the swarm first, however often they come."""
     signalled = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -124,10 +129,9 @@ def make_plan(*, num_nodes: int, engine: str, task: str, chaos: bool, num_versio
     make_environment(EnvironmentSpec(task, params))  # refuses a name that reasoning-gym does not know
     num_trainers = min(2, num_nodes // 2)
     num_rollouts = num_nodes - num_trainers
-    mixes = {"mixed": ("vllm", "transformers"), "vllm": ("vllm",), "transformers": ("transformers",)}
-    if engine not in mixes:
-        raise UsageError(f"engine {engine!r} is unknown", remedy=f"Choose one of {', '.join(mixes)}.")
-    mix = mixes[engine]
+    if engine not in MIXES:
+        raise UsageError(f"engine {engine!r} is unknown", remedy=f"Choose one of {', '.join(MIXES)}.")
+    mix = MIXES[engine]
     if chaos and (num_trainers < 2 or num_rollouts < 2):
         raise UsageError("chaos needs two trainers and two rollout nodes", remedy="Use --nodes 4.")
     last = num_versions or NUM_VERSIONS

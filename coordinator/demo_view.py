@@ -10,6 +10,17 @@ from rich.table import Table
 
 Status = dict[str, Any]
 LINE_EVERY_S = 10.0
+COLUMNS = (
+    ("reward", "reward"),
+    ("length", "length/mean"),
+    ("lag", "staleness/mean"),
+    ("loss", "loss"),
+    ("entropy", "entropy"),
+    ("k3", "mismatch/k3"),
+    ("ess", "mismatch/ess"),
+    ("grad norm", "grad_norm"),
+    ("rollouts", "num_slots"),
+)
 
 
 class View:
@@ -52,6 +63,20 @@ class View:
         first, last = status["evaluations"][0], status["evaluations"][-1]
         before, after = first["accuracy"], last["accuracy"]
         is_fair = first["version"] == 0 and first["num_tasks"] == last["num_tasks"]
+        self.say("")
+        self.say(
+            f"held-out accuracy on {last['num_tasks']} tasks: {before:.3f} before (version {first['version']}), "
+            f"{after:.3f} after (version {last['version']})"
+        )
+        sound = self.accounts(status, engines_wanted=engines_wanted)
+        self.say(f"took {seconds:.0f} s{' with a rollout node, a trainer and the coordinator killed' if chaos else ''}")
+        learned = is_fair and after >= target and after >= 2 * before
+        self.say("PASS" if learned and sound else f"FAIL: accuracy must double and reach {target}, on sound books")
+        return learned and sound
+
+    def accounts(self, status: Status, *, engines_wanted: Sequence[str]) -> bool:
+        """Prints versions, books and engines; True if the books balance, no version differed between trainers, and
+        rollouts of every engine that was wanted were trained on."""
         books, leases = status["books"], status["leases"]
         parts = ("running", "queued", "in_round", "trained", "dropped", "filtered", "failed")
         balanced = books["issued"] == sum(books[part] for part in parts)
@@ -59,11 +84,6 @@ class View:
         for node in status["nodes"]:
             if node["peer_id"] in self._engines:
                 engines[self._engines[node["peer_id"]]] += node["rollouts_trained"]
-        self.say("")
-        self.say(
-            f"held-out accuracy on {last['num_tasks']} tasks: {before:.3f} before (version {first['version']}), "
-            f"{after:.3f} after (version {last['version']})"
-        )
         self.say(
             f"versions committed: {status['version']}, of which differed between trainers: {status['num_diverged']}"
         )
@@ -73,11 +93,23 @@ class View:
             + " + ".join(f"{books[part]} {part}" for part in parts)
         )
         self.say("trained by engine: " + ", ".join(f"{name} {count}" for name, count in sorted(engines.items())))
-        self.say(f"took {seconds:.0f} s{' with a rollout node, a trainer and the coordinator killed' if chaos else ''}")
-        learned = is_fair and after >= target and after >= 2 * before
-        sound = balanced and status["num_diverged"] == 0 and all(engines.values())
-        self.say("PASS" if learned and sound else f"FAIL: accuracy must double and reach {target}, on sound books")
-        return learned and sound
+        return bool(balanced and status["num_diverged"] == 0 and all(engines.values()))
+
+    def metrics(self, status: Status) -> None:
+        """Prints a line for each version with what people look at first, and every metric of the last one."""
+        held = {found["version"]: found["accuracy"] for found in status["evaluations"]}
+        self.say("")
+        self.say(" ".join(f"{title:>9}" for title in ("version", "held-out", *(title for title, _ in COLUMNS))))
+        for point in status["history"]:
+            values = (point["metrics"].get(name) for _, name in COLUMNS)
+            accuracy = held.get(point["version"])
+            cells = (f"{value:9.4g}" if value is not None else " " * 8 + "-" for value in (accuracy, *values))
+            self.say(f"{point['version']:9d} " + " ".join(cells))
+        if status["history"]:
+            last = status["history"][-1]
+            self.say(f"all metrics of version {last['version']}:")
+            for name, value in sorted(last["metrics"].items()):
+                self.say(f"  {name:<32} {value:.6g}")
 
 
 def summary(status: Status) -> str:

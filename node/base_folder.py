@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.weights.blobs import BlobStore
-from node.weights.content import body_of
+from node.weights.content import WEIGHTS_FILE, body_of
 from protocol.errors import ModelMissingError, UsageError
 from protocol.manifest import MODEL_FILES, Body
 from protocol.run import EnvironmentSpec
 
-BODY_FILE, BLOBS_FOLDER, WEIGHTS_FILE = "body.msgpack", "blobs", "model.safetensors"
+BODY_FILE, BLOBS_FOLDER = "body.msgpack", "blobs"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node import program
-from protocol.errors import HexcombError, UsageError
+from protocol.errors import EngineError, HexcombError, UsageError
 from protocol.runtime import home_socket
 
 if TYPE_CHECKING:
@@ -108,6 +108,30 @@ def fetch(version: int, home: Home = None, as_json: AsJson = False) -> None:
     """Fetch a version from the nodes that the directory names; the coordinator is not asked."""
     answer = _ask(home, "fetch", deadline_s=600.0, version=version)
     _print(answer, as_json=as_json, show=_show_fetched)
+
+
+@app.command(epilog="Examples:  hexcomb export 12 model    hexcomb export 12 model --check")
+def export(
+    version: int,
+    folder: Path,
+    check: Annotated[bool, typer.Option("--check", help="Load it with transformers and compare its logits.")] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a version as a model folder that transformers and vLLM load. It is fetched if it is not here."""
+    place = str(folder.expanduser().absolute())
+    answer = _ask(home, "export", deadline_s=900.0, version=version, folder=place)
+    if check:
+        from node.home import Home as NodeHome
+        from node.training.exported import compare_export
+
+        opened = NodeHome.open(_home(home))
+        found = compare_export(Path(place), home=opened, version=version, root=answer["root"])
+        logits = {"num_logits": found.num_logits, "max_logit_difference": found.max_difference, "dtype": found.dtype}
+        answer = {**answer, **logits}
+    _print(answer, as_json=as_json, show=_show_exported)
+    if answer.get("max_logit_difference"):
+        raise EngineError("the exported model computes something else than the trainer's", why="see the difference")
 
 
 @app.command(epilog="Example:  hexcomb pause")
@@ -332,6 +356,13 @@ def _show_peers(answer: dict[str, Any]) -> None:
 def _show_fetched(answer: dict[str, Any]) -> None:
     size = f"{answer['num_bytes']} bytes in {answer['num_chunks']} chunks"
     print(f"version {answer['version']}: {size}, root {answer['root']}")
+
+
+def _show_exported(answer: dict[str, Any]) -> None:
+    print(f"version {answer['version']}: {answer['num_bytes']} bytes in {answer['folder']}, root {answer['root']}")
+    if "max_logit_difference" in answer:
+        against = f"{answer['num_logits']} logits ({answer['dtype']})"
+        print(f"  largest difference to the trainer's model over {against}: {answer['max_logit_difference']:g}")
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What the daemon answers on its Unix socket: status, peers, fetch, pause, finish, down, logs. Impure through the
+"""What the daemon answers on its Unix socket: status, peers, fetch, export, pause, finish, down, logs. Impure through the
 node.
 
 Every answer is plain JSON under `"schema": 1`; `protocol.local_socket` carries it. The shapes are for
@@ -6,6 +6,7 @@ Every answer is plain JSON under `"schema": 1`; `protocol.local_socket` carries 
 """
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from node import program
@@ -29,14 +30,23 @@ def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
         return {"peers": [describe_record(opened.record, now_ms=node.state.now_ms()) for opened in records]}
 
     async def fetch(request: dict[str, Any]) -> dict[str, Any]:
-        version = request.get("version")
-        if not isinstance(version, int) or version < 0:
-            raise UsageError(f"{version!a} is not a version", remedy="Name it by its number.")
-        holders = await node.presence.find_holders(Version(version))
-        manifest = await node.versions.fetch_from_peers(Version(version), holders)
+        version = version_in(request)
+        holders = await node.presence.find_holders(version)
+        manifest = await node.versions.fetch_from_peers(version, holders)
         node.state.changed()
         body = manifest.body
         return {"version": version, "root": body.root, "num_chunks": len(body.chunks), "num_bytes": body.num_bytes}
+
+    async def export(request: dict[str, Any]) -> dict[str, Any]:
+        version, folder = version_in(request), Path(str(request.get("folder", "")))
+        if not folder.is_absolute():
+            raise UsageError(f"{str(folder)!a} is not an absolute path", remedy="Name the folder in full.")
+        if version not in node.versions.held:
+            await node.versions.fetch_from_peers(version, await node.presence.find_holders(version))
+            node.state.changed()
+        await node.versions.export(version, folder)
+        body = node.versions.body(version)
+        return {"version": version, "root": body.root, "folder": str(folder), "num_bytes": body.num_bytes}
 
     async def pause(_: dict[str, Any]) -> dict[str, Any]:
         node.state.paused = "by its owner"
@@ -68,12 +78,21 @@ def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
         "status": status,
         "peers": peers,
         "fetch": fetch,
+        "export": export,
         "pause": pause,
         "resume": resume,
         "finish": finish,
         "down": down,
         "logs": logs,
     }
+
+
+def version_in(request: dict[str, Any]) -> Version:
+    """The version that a request names. Raises `UsageError`."""
+    version = request.get("version")
+    if not isinstance(version, int) or version < 0:
+        raise UsageError(f"{version!a} is not a version", remedy="Name it by its number.")
+    return Version(version)
 
 
 def describe(daemon: "Daemon") -> dict[str, Any]:

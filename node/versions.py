@@ -19,7 +19,7 @@ import structlog
 from node.bandwidth import Throttle
 from node.home import Home
 from node.weights.blobs import BlobStore
-from node.weights.content import assemble, materialize_model
+from node.weights.content import assemble, export_model, materialize_model
 from node.weights.fetch import Holder, fetch_manifest, fetch_version
 from protocol.certificates import Leaf
 from protocol.errors import ChunkMissingError, HexcombError, ManifestRefusedError, UnreachableError
@@ -173,6 +173,11 @@ class Versions:
             body = self._require(version).body
             await asyncio.to_thread(materialize_model, body, self.blobs, self.model_dir)
         return self.model_dir
+
+    async def export(self, version: Version, folder: Path) -> None:
+        """Writes a known version as a model folder. Raises as `fetch` and `export_model` do."""
+        await self.fetch(version)
+        await asyncio.to_thread(export_model, self._require(version).body, self.blobs, folder)
 
     async def fetch_from_peers(self, version: Version, holders: Sequence[Holder]) -> Manifest:
         """Gets manifest and chunks of a version from `holders`; the coordinator is not asked."""

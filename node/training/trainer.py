@@ -37,6 +37,9 @@ SLICE_TOKENS = 16_384
 """A share's gradient is computed in slices of about this many positions; between them the work can be
 dropped.
 """
+MAX_LOGITS = 1 << 26
+"""A quarter of a gigabyte in float32."""
+MIN_MICRO_BATCH_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Trainer:
         self.in_force = in_force
         self._moments_before: tuple[Version, Moments] | None = None
         self.staged: TrainedVersion | None = None
+        self._micro_batch_tokens = micro_batch_tokens(vocab_size=int(model.config.vocab_size))
         self._bind(in_force.state.weights_P)
 
     @classmethod
@@ -92,7 +96,7 @@ class Trainer:
         for part in slices(samples):
             if dropped.is_set():
                 raise RoundStaleError("a gradient was dropped", why="")
-            result = gradients.batch_gradient(self.model, part, micro_batch_tokens=SLICE_TOKENS)
+            result = gradients.batch_gradient(self.model, part, micro_batch_tokens=self._micro_batch_tokens)
             vector_P += result.vector_P.numpy()
             num_tokens += result.num_tokens
             metrics += result.metrics
@@ -171,6 +175,11 @@ class Trainer:
         for span in gradients.flat_layout(self.model):
             view = flat_P[span.start : span.start + span.numel].view(span.shape)
             parameters[span.name].data = view.to(self.device)
+
+
+def micro_batch_tokens(*, vocab_size: int) -> int:
+    """Positions computed at once: their logits, of which the loss keeps several copies, are what fills the memory."""
+    return max(MIN_MICRO_BATCH_TOKENS, min(SLICE_TOKENS, MAX_LOGITS // vocab_size))
 
 
 def build_model(model_dir: Path) -> tuple[Any, str]:

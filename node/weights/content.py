@@ -25,6 +25,7 @@ from protocol.manifest import DTYPE_BYTES, MODEL_FILES, Body, DType, ModelFile, 
 if TYPE_CHECKING:  # only what makes a version needs numpy; a daemon fetches and serves bytes
     import numpy as np
 
+WEIGHTS_FILE = "model.safetensors"
 DEFAULT_CHUNK_BYTES = 1 << 20
 BASE_VERSION = Version(0)
 MAX_HEADER_BYTES = 100 << 20
@@ -91,6 +92,15 @@ def materialize_model(body: Body, blobs: BlobStore, folder: Path) -> None:
         data = blobs.get(item.digest)
         with _replacing(folder / item.name) as file:
             file.write(data)
+
+
+def export_model(body: Body, blobs: BlobStore, folder: Path) -> None:
+    """Writes the version as an ordinary model folder; the weights come last. Raises `UsageError` on a folder that holds
+    something, and as `assemble` does."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is not an empty folder", remedy="Name a new one.")
+    materialize_model(body, blobs, folder)
+    assemble(body, blobs, folder / WEIGHTS_FILE)
 
 
 def body_of(
