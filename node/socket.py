@@ -1,5 +1,5 @@
-"""What the daemon answers on its Unix socket: status, peers, fetch, export, pause, finish, down, logs. Impure through the
-node.
+"""What the daemon answers on its Unix socket: status, peers, fetch, export, pause, finish, down, logs. Impure through
+the node.
 
 Every answer is plain JSON under `"schema": 1`; `protocol.local_socket` carries it. The shapes are for
 `hexcomb status --json` and for people's scripts: fields are added, never changed.
