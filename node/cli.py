@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node import program
+from node.failure import INTERRUPTED, explain
 from protocol.errors import EngineError, HexcombError, UsageError
 from protocol.runtime import home_socket
 
 if TYPE_CHECKING:
     from node.base_folder import BaseFolder
-
-INTERRUPTED = 130
 
 Home = Annotated[Path | None, typer.Option("--home", envvar="HEXCOMB_HOME", help="The node's home folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -60,9 +59,6 @@ def join(
     detach: Detach = False,
 ) -> None:
     """Join a run by its invite and start working (the same as join-swarm)."""
-    from node.lean import import_log_library
-
-    import_log_library()
     from node.startup import join_and_start
 
     options = {"name": name, "role": role, "engine": engine, "threads": threads, "listen_host": listen}
@@ -72,9 +68,6 @@ def join(
 @app.command(epilog="Example:  hexcomb up --detach")
 def up(home: Home = None, detach: Detach = False) -> None:
     """Start the node of a home that has joined."""
-    from node.lean import import_log_library
-
-    import_log_library()
     from node.startup import start
 
     start(_home(home), detach=detach)
@@ -257,14 +250,6 @@ def run_app(application: typer.Typer) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def explain(error: HexcombError) -> str:
-    """What happened, why, and what to do, one line each."""
-    lines = [f"error: {error.what}"]
-    lines += [f"  why: {error.why}"] if error.why else []
-    lines += [f"  do:  {error.remedy}"] if error.remedy else []
-    return "\n".join(lines)
 
 
 def read_invite(text: str) -> str:

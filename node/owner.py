@@ -81,10 +81,9 @@ class OwnerWatch:
         missing = not_available(self._limits, facts)
         before = (bool(state.limited), state.not_available, state.memory_trouble)
         was_limited, state.limited, state.not_available = state.limited, reason, missing
-        if self._memory_bytes and memory_bytes > self._memory_bytes:
-            state.memory_trouble = (
-                f"{_gb(memory_bytes)} of memory are in use, its owner allows {_gb(self._memory_bytes)}"
-            )
+        is_over = 0 < self._memory_bytes < memory_bytes
+        words = f"{_gb(memory_bytes)} of memory are in use, its owner allows {_gb(self._memory_bytes)}"
+        state.memory_trouble = words if is_over else ""
         if missing != before[1]:
             for what in missing:
                 log.warning("limit not available", limit=what)

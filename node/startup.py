@@ -16,6 +16,7 @@ from typing import Any, TextIO, cast
 import structlog
 import uvloop
 
+from node import foreground
 from node.daemon import run_daemon
 from node.home import Home
 from node.join import join
@@ -56,17 +57,27 @@ def join_and_start(folder: Path, invite: str, *, options: dict[str, Any], base: 
 
 
 def start(folder: Path, *, detach: bool) -> None:
-    """Runs the daemon here, or in the background. Raises `NotJoinedError`, `HomeInUseError` and their like."""
+    """Becomes the daemon, or starts it in the background. Raises `NotJoinedError`, and `HomeInUseError` and their like
+    where it was to be in the background."""
     home = Home.open(folder)
     read_joined(home)
-    settings = read_settings(home.path)
+    read_settings(home.path)
     if detach:
         _start_detached(home)
         return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, foreground.command(home.path), foreground.environment())
+
+
+def run(folder: Path) -> bool:
+    """The daemon itself, until it is told to stop; whether that was by an interrupt from the terminal. Raises
+    `NotJoinedError`, `HomeInUseError` and their like."""
+    home = Home.open(folder)
+    settings = read_settings(home.path)
     set_up_logging(home)
     steady_heap()
-    if uvloop.run(run_daemon(home, settings)):
-        raise KeyboardInterrupt
+    return uvloop.run(run_daemon(home, settings))
 
 
 def stop(folder: Path) -> None:
@@ -152,12 +163,12 @@ def _start_detached(home: Home) -> None:
     descriptor, _ = open_log(log_path)
     with open(descriptor, "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "node.cli", "up", "--home", str(home.path)],
+            foreground.command(home.path),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+            env=foreground.environment(),
         )
     ends_s = time.monotonic() + DETACH_DEADLINE_S
     while time.monotonic() < ends_s:

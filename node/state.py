@@ -66,7 +66,7 @@ class NodeState:
     what one that is not up yet starts from, which may be long out of date when it is. `num_seats` are the samples that
     the engine runs at a time; `restraint` says by how many steps it takes less than it could, after crashes.
 
-    `paused` is the owner's word of the moment, `limited` what his standing limits say, `not_available` which of them
+    `paused` is the owner's word of the moment, `limited` what the standing limits say, `not_available` which of them
     cannot be looked after, `memory_trouble` that a job must end for the memory that it takes. `finishing` ends in the
     daemon's end, at `finish_by_s` (monotonic) at the latest. `resting` = no job runs because of all this."""
 

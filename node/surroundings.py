@@ -41,8 +41,8 @@ def others_share(before: CpuReading, after: CpuReading) -> float:
 def read_cpu(clock: Callable[[], float] = time.monotonic) -> CpuReading:
     """The cores now."""
     total = psutil.cpu_times()
-    waiting = (total.idle, getattr(total, "iowait", 0.0), getattr(total, "guest", 0.0))  # user holds guest, too
-    busy_s = sum(total[:8]) - waiting[0] - waiting[1]
+    # What follows the first seven on Linux was another machine's, or is counted in the first already.
+    busy_s = sum(total[:7]) - total.idle - getattr(total, "iowait", 0.0)
     own_s = 0.0
     for process in _own():
         try:

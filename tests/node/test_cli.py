@@ -14,6 +14,9 @@ from protocol.errors import InviteMangledError, UsageError
 from tests.house.tree import ROOT
 
 HEAVY = {"grpc", "torch", "hivemind", "vllm", "transformers", "reasoning_gym", "fastapi", "structlog", "uvloop"}
+SLOW = HEAVY | {"asyncio", "pydantic", "numpy", "rich", "google", "psutil"}
+"""What a command that only asks the daemon does without."""
+NOT_IN_DAEMON = {"torch", "hivemind", "vllm", "transformers", "reasoning_gym", "fastapi", "numpy", "rich", "pynvml"}
 
 
 def run(*arguments: str, stdin: str = "", home: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -36,7 +39,34 @@ def test_importing_the_command_line_is_light() -> None:
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
     )
-    assert not HEAVY & set(found.stdout.split())
+    assert not SLOW & set(found.stdout.split())
+
+
+def modules_after(code: str) -> set[str]:
+    """The top-level modules that a process has after this code."""
+    code += "; import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    return set(done.stdout.split())
+
+
+def test_asking_the_daemon_is_light(home: Path) -> None:
+    Home.create(home)
+    found = modules_after(
+        "from pathlib import Path; from node import cli; from protocol.errors import DaemonNotRunningError\n"
+        f"try: cli.status(Path({str(home)!r}))\n"
+        "except DaemonNotRunningError: pass\n"
+        "1"
+    )
+    assert "socket" in found
+    assert not SLOW & found
+
+
+def test_the_daemon_does_without_what_only_its_children_need() -> None:
+    found = modules_after("from node.lean import import_log_library; import_log_library(); import node.startup")
+    assert {"grpc", "structlog"} <= found
+    assert not NOT_IN_DAEMON & found
+    assert "rich" in modules_after("import node.startup"), "the negative control: structlog takes it along"
 
 
 def test_status_without_a_daemon(home: Path) -> None:

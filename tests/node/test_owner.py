@@ -98,12 +98,12 @@ async def test_power_is_given_back_at_the_end() -> None:
 async def test_too_much_memory_is_told() -> None:
     watched = Watched(Limits(), memory_limit_bytes=2_000_000_000)
     async with watched.running():
-        watched.memory_bytes = 1_999_999_999
-        await asyncio.sleep(0)
-        assert watched.state.memory_trouble == ""
         watched.memory_bytes = 2_500_000_000
         await until(lambda: bool(watched.state.memory_trouble))
-    assert watched.state.memory_trouble == "2.50 GB of memory are in use, its owner allows 2.00 GB"
+        assert watched.state.memory_trouble == "2.50 GB of memory are in use, its owner allows 2.00 GB"
+        watched.memory_bytes = 2_000_000_000
+        await until(lambda: not watched.state.memory_trouble)
+    assert watched.state.unwilling == "", "it is a failure of the job, not a pause"
 
 
 async def test_a_driver_that_hangs_stops_nothing_else() -> None:
