@@ -58,7 +58,7 @@ async def test_the_rollout_job_hands_it_to_its_engine(tmp_path: Path, monkeypatc
     )
     with pytest.raises(EngineError):
         await worker.RolloutJob.start(order)
-    assert asked[0]["gpu_memory_share"] == 0.4
+    assert asked[0]["limits"].gpu_memory_share == 0.4
 
 
 def test_orders_carry_no_limit_unless_one_is_set() -> None:
