@@ -1,27 +1,36 @@
 """The owner's settings of one node: `node.toml` in the home folder, with options of the command line over it.
 
-Every key is known; an unknown one is refused with the nearest that would be valid. Impure only in the two
-functions that read and write the file.
+Every key is known; an unknown one is refused with the nearest that would be valid. msgspec checks types and ranges: the
+daemon has it in memory anyway, and pydantic would add 10 MB. Impure only in the two functions that read and write the
+file.
 """
 
 import difflib
 import tomllib
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from msgspec import Meta
 
 from node.limits import Limits, parse_hours
 from protocol.errors import UnknownSettingError, UsageError
 
 FILE_NAME = "node.toml"
 MIN_MBIT_PER_S = 1.0
+Bytes = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Threads = Annotated[int, Meta(ge=0, le=1024)]
+MbitPerS = Annotated[float, Meta(ge=0)]
 RoleWish = Literal["auto", "trainer", "rollout"]
 EngineWish = Literal["auto", "vllm", "transformers"]
 
 
-class LimitSettings(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitSettings:
     """`[limits]`: what the machine's owner lets the node take. 0, empty or false = no such limit.
 
     `hours` are ranges of the local clock like `22:00-07:00, 12:30-13:30`. `idle_only_s`: work only after others have
@@ -32,38 +41,24 @@ class LimitSettings(BaseModel):
     weights passed on and fetched.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    hours: str = Field("", max_length=200)
-    idle_only_s: float = Field(0.0, ge=0, le=86_400)
-    idle_cpu_share: float = Field(0.2, gt=0, le=1)
+    hours: Annotated[str, Meta(max_length=200)] = ""
+    idle_only_s: Seconds = 0.0
+    idle_cpu_share: Annotated[float, Meta(gt=0, le=1)] = 0.2
     pause_on_gpu_use: bool = False
-    gpu_memory_share: float = Field(0.0, ge=0, le=1)
-    power_cap_w: float = Field(0.0, ge=0, le=10_000)
+    gpu_memory_share: Share = 0.0
+    power_cap_w: Annotated[float, Meta(ge=0, le=10_000)] = 0.0
     power_cap_required: bool = False
-    cpu_threads: int = Field(0, ge=0, le=1024)
-    memory_bytes: int = Field(0, ge=0)
-    upload_mbit_per_s: float = Field(0.0, ge=0)
-    download_mbit_per_s: float = Field(0.0, ge=0)
+    cpu_threads: Threads = 0
+    memory_bytes: Bytes = 0
+    upload_mbit_per_s: MbitPerS = 0.0
+    download_mbit_per_s: MbitPerS = 0.0
 
-    @field_validator("hours")
-    @classmethod
-    def _check_hours(cls, text: str) -> str:
-        parse_hours(text)
-        return text
-
-    @field_validator("upload_mbit_per_s", "download_mbit_per_s")
-    @classmethod
-    def _check_rate(cls, rate: float) -> float:
-        if 0 < rate < MIN_MBIT_PER_S:
+    def __post_init__(self) -> None:
+        parse_hours(self.hours)
+        if any(0 < rate < MIN_MBIT_PER_S for rate in (self.upload_mbit_per_s, self.download_mbit_per_s)):
             raise ValueError(f"below {MIN_MBIT_PER_S:g} Mbit/s a chunk takes longer than others wait for it")
-        return rate
-
-    @model_validator(mode="after")
-    def _check_cap(self) -> "LimitSettings":
         if self.power_cap_required and not self.power_cap_w:
             raise ValueError("power_cap_required needs a power_cap_w")
-        return self
 
     def standing(self) -> Limits:
         """Those that decide when the node works."""
@@ -78,10 +73,11 @@ class LimitSettings(BaseModel):
 
     def words(self) -> dict[str, Any]:
         """Those that are set, for people."""
-        return self.model_dump(exclude_defaults=True)
+        return changed(self)
 
 
-class NodeSettings(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
     """What the owner decides about a node.
 
     `listen_host` is the address on which the peer service and the DHT peer listen, and under which others
@@ -90,13 +86,11 @@ class NodeSettings(BaseModel):
     comes with it; without it such a model is refused.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field("", max_length=64)
-    listen_host: str = Field("127.0.0.1", min_length=1, max_length=253)
+    name: Annotated[str, Meta(max_length=64)] = ""
+    listen_host: Annotated[str, Meta(min_length=1, max_length=253)] = "127.0.0.1"
     role: RoleWish = "auto"
     engine: EngineWish = "auto"
-    threads: int = Field(0, ge=0, le=1024)
+    threads: Threads = 0
     capability_in_hello: bool = True
     directory: bool = True
     trust_remote_code: bool = False
@@ -127,12 +121,23 @@ def check_settings(values: dict[str, Any], *, source: str) -> NodeSettings:
     if isinstance(values.get("limits"), dict):
         _check_keys(values["limits"], LimitSettings, source, section="limits.")
     try:
-        return NodeSettings(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        return msgspec.convert(values, NodeSettings)
+    except msgspec.ValidationError as error:
+        why, _, place = str(error).partition(" - at `$")
+        key = place.strip(".`")
         what = f"setting {key!r} in {source} is refused" if key else f"{source} is refused"
-        raise UsageError(what, why=first["msg"]) from error
+        raise UsageError(what, why=why) from error
+
+
+def changed(settings: Any) -> dict[str, Any]:
+    """Those that differ from the defaults, by name; a section's as a dict of its own."""
+    default = type(settings)()
+    found = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return {
+        name: changed(value) if is_dataclass(value) else value
+        for name, value in found.items()
+        if value != getattr(default, name)
+    }
 
 
 def write_settings(home_root: Path, settings: NodeSettings) -> None:
@@ -140,16 +145,17 @@ def write_settings(home_root: Path, settings: NodeSettings) -> None:
     import tomlkit
 
     document = tomlkit.document()
-    for key, value in settings.model_dump(exclude_defaults=True).items():
+    for key, value in changed(settings).items():
         document[key] = value
     if document:
         (home_root / FILE_NAME).write_text(tomlkit.dumps(document))
 
 
-def _check_keys(values: dict[str, Any], model: type[BaseModel], source: str, *, section: str = "") -> None:
+def _check_keys(values: dict[str, Any], kind: type, source: str, *, section: str = "") -> None:
+    known = [field.name for field in fields(kind)]
     for key in values:
-        if key not in model.model_fields:
-            near = difflib.get_close_matches(key, list(model.model_fields), n=1, cutoff=0.0)
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise UnknownSettingError(
                 f"{source} has an unknown setting {section + key!r}",
                 remedy=f"Did you mean {section + near[0]!r}? Nothing was started.",

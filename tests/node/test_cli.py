@@ -16,7 +16,19 @@ from tests.house.tree import ROOT
 HEAVY = {"grpc", "torch", "hivemind", "vllm", "transformers", "reasoning_gym", "fastapi", "structlog", "uvloop"}
 SLOW = HEAVY | {"asyncio", "pydantic", "numpy", "rich", "google", "psutil"}
 """What a command that only asks the daemon does without."""
-NOT_IN_DAEMON = {"torch", "hivemind", "vllm", "transformers", "reasoning_gym", "fastapi", "numpy", "rich", "pynvml"}
+NOT_IN_DAEMON = {
+    "torch",
+    "hivemind",
+    "vllm",
+    "transformers",
+    "reasoning_gym",
+    "fastapi",
+    "numpy",
+    "rich",
+    "pynvml",
+    "pydantic",
+    "typer",
+}
 
 
 def run(*arguments: str, stdin: str = "", home: Path | None = None) -> subprocess.CompletedProcess[str]:
