@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from coordinator.core import events as e
 from coordinator.core.effects import AssignRole
 from coordinator.core.roles import decide_roles
@@ -90,6 +93,32 @@ def test_a_rollout_node_keeps_its_leases_until_they_end() -> None:
     assert world.role("r0") == "idle"
     world.see("r0")
     assert world.role("r0") == "rollout"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["t0", "t1", "r0", "r1"]), st.booleans()), max_size=12))
+def test_whatever_owners_say_rounds_end_and_everybody_comes_back(said: list[tuple[str, bool]]) -> None:
+    world = World()
+    world.start(trainers=2, rollouts=2)
+    world.fill_batch()
+    world.see_all()
+    round_ = world.core.state.round
+    assert round_ is not None
+    unwilling = dict[str, bool]()
+    for name, is_unwilling in said:
+        unwilling[name] = is_unwilling
+        world.see(name, unwilling=WHY if is_unwilling else "")
+        assert world.core.state.round == round_
+    world.finish_round()
+    world.tick()
+    roles = {"t": "trainer", "r": "rollout"}
+    for name in ("t0", "t1", "r0", "r1"):
+        assert world.role(name) == ("idle" if unwilling.get(name) else roles[name[0]])
+    world.see_all()
+    assert [world.role(name) for name in ("t0", "t1", "r0", "r1")] == ["trainer", "trainer", "rollout", "rollout"]
+    world.see_all()  # now those that train again listen
+    world.make_version()
+    assert world.core.state.head is not None
+    assert world.core.state.head.version == 2
 
 
 def test_the_reason_travels_in_hello_and_heartbeat_and_is_made_harmless() -> None:
