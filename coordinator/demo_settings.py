@@ -20,8 +20,8 @@ from rich.console import Console
 from coordinator.demo import DemoPlan, run_demo
 from coordinator.demo_view import View
 from protocol.errors import UsageError
+from protocol.gym_tasks import make_environment
 from protocol.run import EnvironmentSpec
-from protocol.tasks import make_environment
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ import structlog
 from coordinator import grading
 from coordinator.rewards import FAULT, Fault, Rewards, Value, one_by_one, total
 from coordinator.warm_child import WarmChild, once_more
-from protocol.errors import HexcombError
-from protocol.ids import TaskKey
+from protocol.errors import HexcombError, UsageError
+from protocol.ids import Digest, TaskKey
 from protocol.run import EnvironmentSpec
 
 WORKER = "coordinator.grader_worker"
@@ -60,6 +60,8 @@ class Grader:
         deadline_s: float = ANSWER_DEADLINE_S,
     ) -> None:
         self.environment, self.plan, self._deadline_s = environment, plan or grading.RewardPlan(), deadline_s
+        self.digest = Digest("")
+        """Names what the prompts are made from, as the last child that was started found it."""
         self._warm = WarmChild(
             worker,
             grading.Open(environment, str(model_dir)),
@@ -67,6 +69,7 @@ class Grader:
             run_dir=run_dir,
             log_path=log_path,
             stop_deadline_s=STOP_DEADLINE_S,
+            check=self._check,
         )
         rewards_log = log_path.with_name("rewards.log")
         self._rewards = Rewards(self.plan, run_dir=run_dir, log_path=rewards_log) if self.plan.functions else None
@@ -190,3 +193,14 @@ class Grader:
         is_many = isinstance(request, grading.Open | grading.HeldOut) or len(request.tasks) != 1
         deadline_s = self._deadline_s if is_many else min(self._deadline_s, ONE_DEADLINE_S)
         return await self._warm.request(request, reply, deadline_s=deadline_s)
+
+    def _check(self, opened: grading.Opened) -> None:
+        """Raises `UsageError` where a child that is started anew would give other prompts than the one before it."""
+        digest = Digest(opened.digest)
+        if self.digest not in ("", digest):
+            raise UsageError(
+                "the task's files are not those with which the run began",
+                why="they were changed while it ran, and its slots would get other prompts",
+                remedy="Put them back as they were.",
+            )
+        self.digest = digest

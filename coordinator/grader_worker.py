@@ -21,10 +21,11 @@ from typing import TextIO
 import msgspec
 
 from coordinator import grading
+from coordinator.tasks.source import check_first_prompt, make_environment
 from protocol.child_serve import Emit, serve
 from protocol.errors import EngineError
 from protocol.ids import TaskKey
-from protocol.tasks import Environment, Task, make_environment, regenerate
+from protocol.tasks import Environment, Task, prompts_digest, regenerate
 from protocol.tokens import Tokenizer, load_tokenizer
 
 SCORE_LIMIT_S = 5.0
@@ -55,7 +56,8 @@ class Grader:
         match request:
             case grading.Open(environment=spec, model_dir=model_dir):
                 self._environment, self._tokenizer = make_environment(spec), load_tokenizer(Path(model_dir))
-                return grading.Opened(self._environment.digest)
+                check_first_prompt(self._environment, self._tokenizer)
+                return grading.Opened(prompts_digest(self._environment, self._tokenizer))
             case grading.MakePrompts(tasks=tasks):
                 return self._prompts([TaskKey(*task) for task in tasks])
             case grading.HeldOut(limit=limit):

@@ -19,7 +19,7 @@ from coordinator.core.facts import Fact, GroupDropped, RolloutAccepted, VersionC
 from coordinator.core.state import State, encode_state
 from coordinator.failpoints import failpoint
 from coordinator.journal_reader import BUSY_TIMEOUT_S, MAX_QUERY, NUM_SNAPSHOTS, JournalReader
-from coordinator.journal_schema import as_journal_error, checksum, or_rolled_back, prepare
+from coordinator.journal_schema import as_journal_error, checksum, or_rolled_back, pin, prepare
 from protocol.errors import HomeInUseError, JournalError
 from protocol.ids import Digest, RunId, SlotKey, Version
 from protocol.manifest import SignedManifest
@@ -65,6 +65,12 @@ class Journal:
         self._snapshot_seq = self._number("SELECT max(seq) FROM snapshot")
         self._snapshot_bytes = self._number("SELECT length(state) FROM snapshot ORDER BY seq DESC LIMIT 1")
         self._log_bytes = self._number(f"SELECT sum(length(payload)) FROM facts WHERE seq > {self._snapshot_seq}")
+
+    def pin_prompts(self, digest: Digest) -> None:
+        """Names what the run's prompts are made from, by content; it may not change once tasks were opened. Raises
+        `JournalError`."""
+        with self._write_lock, as_journal_error(self.path, "written"):
+            pin(self._db, self.path, "prompts", digest)
 
     def append(self, entries: Sequence[Entry], *, state: State) -> None:
         """One transaction for the whole batch; `state` is the state after it. Raises `JournalError`, after which the

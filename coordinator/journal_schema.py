@@ -10,6 +10,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -23,6 +24,14 @@ from protocol.manifest import digest_of
 from protocol.run import RunSpec
 
 SCHEMA = 2
+
+PINNED = {
+    "environment": ("its [task] section is", "Put the section back as it was"),
+    "prompts": (
+        "the content of its task's files, code, packages or chat template is",
+        "Put them back as they were",
+    ),
+}
 
 META = "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID"
 MANIFEST = "CREATE TABLE manifest(version INTEGER PRIMARY KEY, payload BLOB NOT NULL, signature BLOB NOT NULL)"
@@ -71,8 +80,8 @@ def prepare(db: sqlite3.Connection, path: Path, *, run_id: RunId, environment: D
                 MIGRATIONS[step](db, path)
             db.execute(f"PRAGMA user_version = {SCHEMA}")
             failpoint("schema.before_commit")
-    if environment is not None and _meta(db, "environment") != environment:
-        _pin(db, path, environment)
+    if environment is not None:
+        pin(db, path, "environment", environment)
 
 
 def schema_of(db: sqlite3.Connection, path: Path) -> int:
@@ -160,17 +169,21 @@ def _meta(db: sqlite3.Connection, key: str) -> str | None:
     return str(found[0]) if found else None
 
 
-def _pin(db: sqlite3.Connection, path: Path, environment: Digest) -> None:
-    """Takes the tasks for the run's, unless others were opened already; a first start with a typing error does no
-    harm."""
-    if _meta(db, "environment") is not None and _has_opened_tasks(db):
+def pin(db: sqlite3.Connection, path: Path, key: Literal["environment", "prompts"], digest: Digest) -> None:
+    """Takes the tasks for the run's, as the run file names them or by their content, unless others were opened already;
+    a first start with a typing error does no harm. Raises `JournalError`."""
+    known = _meta(db, key)
+    if known == digest:
+        return
+    if known is not None and _has_opened_tasks(db):
+        what, back = PINNED[key]
         raise JournalError(
             f"the journal {path} cannot be used with this run file",
-            why="its [task] section is not the one with which the run began, and the slots would get other prompts",
-            remedy="Put the section back as it was, or begin a new run in another home folder.",
+            why=f"{what} not the one with which the run began, and the slots would get other prompts",
+            remedy=f"{back}, or begin a new run in another home folder.",
         )
     with transaction(db):
-        db.execute("INSERT OR REPLACE INTO meta VALUES('environment', ?)", (environment,))
+        db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, digest))
 
 
 def _has_opened_tasks(db: sqlite3.Connection) -> bool:

@@ -91,7 +91,7 @@ class Reporter:
         return RunReport(
             run_id=self._authority.core.rules.spec.run_id,
             name=run.name,
-            environment=run.task.environment,
+            environment=run.environment.name,
             mode=run.batch.mode,
             max_lag=self._authority.core.rules.spec.max_lag,
             groups_per_batch=run.batch.groups,

@@ -109,6 +109,7 @@ class Coordinator:
     async def run(self, grader: Grader, stop: asyncio.Event) -> None:
         """Serves until `stop` is set; the journal is closed then. Raises the error of the tree that ended it before."""
         try:
+            self._journal.pin_prompts(grader.digest)
             async with asyncio.TaskGroup() as tasks:
                 deciding = tasks.create_task(self.authority.run())
                 await self.authority.submit(CoordinatorStarted())

@@ -10,58 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from coordinator.core.rules import Rules
 from coordinator.grading import RewardPlan, RewardSpec
+from coordinator.task_settings import Section, TaskSection
 from protocol.endpoint import parse_endpoint
 from protocol.errors import UnknownSettingError, UsageError
 from protocol.ids import RunId
 from protocol.invite import MAX_ADDRESSES
 from protocol.run import EnvironmentSpec, OptimizerSpec, RunSpec, SamplingContract, Staleness
 from protocol.tokens import Tokenizer
-
-
-class Section(BaseModel):
-    """A table of the run file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class RewardSection(Section):
-    """`[[task.rewards]]`: `environment`, `math-verify` or `module:function`. With `format = "chat"` prompts and
-    completions are lists of messages, as some functions expect them."""
-
-    function: str = Field(pattern=r"^(environment|math-verify|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
-    weight: float = 1.0
-    format: Literal["text", "chat"] = "text"
-
-
-class RewardLimitsSection(Section):
-    """`[task.reward_limits]`: what reward functions may take, in seconds for one call and MB of address space."""
-
-    timeout_s: float = Field(10.0, gt=0, le=600)
-    memory_mb: int = Field(2048, ge=256, le=65_536)
-
-
-class TaskSection(Section):
-    """`[task]`: the environment and its parameters, and what completions are worth. With `num_tasks` the sequence of
-    tasks repeats itself after so many, and the coordinator remembers how long each one's completions were."""
-
-    environment: str
-    params: dict[str, int | float | str | bool] = {}
-    prompt: Literal["question", "expression"] = "question"
-    seed: int = 0
-    num_tasks: int = Field(0, ge=0, le=10_000_000)
-    rewards: list[RewardSection] = Field([], max_length=16)
-    reward_limits: RewardLimitsSection = RewardLimitsSection()
-    allow_fooled_grader: bool = False
-
-    @model_validator(mode="after")
-    def _has_a_goal(self) -> "TaskSection":
-        if self.rewards and not any(reward.weight > 0 for reward in self.rewards):
-            raise ValueError("no reward has a weight above 0")
-        return self
 
 
 class SamplingSection(Section):
@@ -166,7 +125,7 @@ class RunFile(Section):
     limits: LimitsSection = LimitsSection()
     evaluation: EvaluationSection = EvaluationSection()
     listen: ListenSection = ListenSection()
-    _folder: Path | None = PrivateAttr(None)
+    _folder: str = PrivateAttr("")
 
     def rewards(self, *, hidden: Sequence[Path] = ()) -> RewardPlan:
         """What completions are worth, for the grader alone; functions must not read the `hidden` folders."""
@@ -175,21 +134,21 @@ class RunFile(Section):
             rewards=tuple(named) or (RewardSpec(),),
             timeout_s=self.task.reward_limits.timeout_s,
             memory_bytes=self.task.reward_limits.memory_mb << 20,
-            folder=None if self._folder is None else str(self._folder),
+            folder=self._folder or None,
             hidden=tuple(map(str, hidden)),
         )
 
     @property
     def environment(self) -> EnvironmentSpec:
-        """The environment as nodes are told of it."""
-        return EnvironmentSpec(self.task.environment, self.task.params, self.task.prompt, self.task.num_tasks)
+        """The environment as the organizer has it; nodes are told less."""
+        return self.task.environment_spec(self._folder)
 
     def rules(self, run_id: RunId, tokenizer: Tokenizer) -> Rules:
         """What the core works by; stop ids and vocabulary are the base model's."""
         spec = RunSpec(
             run_id=run_id,
             name=self.name,
-            environment=self.environment,
+            environment=self.environment.for_nodes(),
             seed=self.task.seed,
             sampling=SamplingContract(
                 self.sampling.temperature,
@@ -233,9 +192,9 @@ def read_run_file(path: Path) -> RunFile:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the run file {path} is not TOML", why=str(error), remedy="Mend the line.") from error
     run = parse_run_file(content)
-    run = run.model_copy(update={"base": (path.parent / run.base).resolve()})
-    run._folder = path.parent.resolve()
-    return run
+    placed = run.model_copy(update={"base": (path.parent / run.base).resolve()})
+    placed._folder = str(path.parent.resolve())
+    return placed
 
 
 def parse_run_file(content: dict[str, Any]) -> RunFile:

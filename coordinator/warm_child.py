@@ -25,7 +25,8 @@ log = structlog.get_logger()
 
 
 class WarmChild(Generic[OpenedT]):
-    """At most one process of the module `worker`. `opened` is the answer of the last that was started."""
+    """At most one process of the module `worker`. `opened` is the answer of the last that was started; `check` raises
+    where that is not what it should be."""
 
     def __init__(
         self,
@@ -37,10 +38,11 @@ class WarmChild(Generic[OpenedT]):
         log_path: Path,
         stop_deadline_s: float,
         is_trusted: bool = True,
+        check: Callable[[OpenedT], None] = lambda opened: None,
     ) -> None:
         self.worker, self._opening, self._opened_type = worker, opening, opened
         self._run_dir, self._log_path, self._is_trusted = run_dir, log_path, is_trusted
-        self._stop_deadline_s = stop_deadline_s
+        self._stop_deadline_s, self._check = stop_deadline_s, check
         self._starting = asyncio.Lock()
         self.child: ChildProcess | None = None
         self.opened: OpenedT | None = None
@@ -75,7 +77,9 @@ class WarmChild(Generic[OpenedT]):
             is_trusted=self._is_trusted,
         )
         try:
-            self.opened = await child.request(self._opening, self._opened_type, deadline_s=START_DEADLINE_S)
+            opened = await child.request(self._opening, self._opened_type, deadline_s=START_DEADLINE_S)
+            self._check(opened)
+            self.opened = opened
         except BaseException:
             await child.terminate(deadline_s=self._stop_deadline_s)
             raise

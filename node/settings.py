@@ -83,7 +83,8 @@ class NodeSettings:
     `listen_host` is the address on which the peer service and the DHT peer listen, and under which others
     dial them; the default keeps a node to its own machine, which suits trials. `threads` is for the engine or the
     trainer, 0 = one for each core; a tiny model is fastest with one. `trust_remote_code` lets a model run code that
-    comes with it; without it such a model is refused.
+    comes with it; without it such a model is refused. `environments` are the packages whose tasks this node may make
+    for itself; prompts of all others come with the lease, as do all where it is empty.
     """
 
     name: Annotated[str, Meta(max_length=64)] = ""
@@ -93,6 +94,7 @@ class NodeSettings:
     threads: Threads = 0
     capability_in_hello: bool = True
     directory: bool = True
+    environments: tuple[Literal["reasoning-gym"], ...] = ("reasoning-gym",)
     trust_remote_code: bool = False
     limits: LimitSettings = LimitSettings()
 

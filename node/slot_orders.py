@@ -38,7 +38,7 @@ class LeftOut:
 
 async def make_orders(node: Node, child: ChildProcess, lease: Lease) -> tuple[list[SlotOrder], list[LeftOut]]:
     """Each slot of the lease, as an order or left out. Raises the error that ended the child."""
-    prompts = await _prompts(child, lease)
+    prompts = await _prompts(node, child, lease)
     orders: list[SlotOrder] = []
     left_out: list[LeftOut] = []
     for work in lease.slots:
@@ -83,12 +83,17 @@ def prefix_trouble(pieces: Sequence[Piece], contract: SamplingContract) -> str:
     return "they are as long as a completion may be" if position >= contract.max_new_tokens else ""
 
 
-async def _prompts(child: ChildProcess, lease: Lease) -> dict[TaskKey, tuple[int, ...]]:
+async def _prompts(node: Node, child: ChildProcess, lease: Lease) -> dict[TaskKey, tuple[int, ...]]:
     """Prompts whose digest holds: regenerated here, or else as the lease gives them."""
     works = {work.slot.task: work for work in lease.slots}
-    made = await _regenerate(child, list(works))
+    made = await _regenerate(child, list(works)) if may_regenerate(node) else {}
     chosen = {task: _checked(work, made.get(task)) for task, work in works.items()}
     return {task: prompt_ids for task, prompt_ids in chosen.items() if prompt_ids is not None}
+
+
+def may_regenerate(node: Node) -> bool:
+    """Whether this node makes prompts itself: it has what they are made from, and its owner allows it."""
+    return node.spec.environment.origin in node.settings.environments
 
 
 async def _regenerate(child: ChildProcess, tasks: list[TaskKey]) -> dict[TaskKey, tuple[int, ...]]:

@@ -18,16 +18,46 @@ Staleness = Literal["mask_tokens", "drop", "wait"]
 avoided by waiting for the slots that would come to hold them."""
 
 
+Params = dict[str, int | float | str | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """Where tasks of an organizer's environment come from: `chain_sum` (any data set of reasoning-gym), `jsonl:FILE`,
+    `dataset:PATH`, `MODULE:FUNCTION` or `verifiers:ID`, with its parameters; what it is called; how often, against the
+    other pools; and the columns of rows that hold prompt and answer (an empty name = there are no answers)."""
+
+    source: str
+    name: str = ""
+    params: Params = field(default_factory=dict)
+    weight: float = 1.0
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+
+
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
     """An environment by name, with the parameters that it is built with, e.g. `chain_sum` and `{"min_terms": 2}`;
     `prompt` chooses the form of its prompts. With `num_tasks` the sequence of tasks repeats itself after so many, in
-    epochs (0 = it is endless)."""
+    epochs (0 = it is endless).
+
+    Tasks of origin `organizer` are made by him alone, from `pools`; `folder` is where his modules are, `system` opens
+    each chat. No node is told any of that."""
 
     name: str
-    params: dict[str, int | float | str | bool] = field(default_factory=dict)
-    prompt: Literal["question", "expression"] = "question"
+    params: Params = field(default_factory=dict)
+    prompt: Literal["question", "expression", "chat"] = "question"
     num_tasks: int = 0
+    origin: Literal["reasoning-gym", "organizer"] = "reasoning-gym"
+    pools: tuple[PoolSpec, ...] = ()
+    system: str = ""
+    folder: str = ""
+
+    def for_nodes(self) -> "EnvironmentSpec":
+        """What nodes are told: all, where they can make the tasks too, and else the name alone."""
+        if self.origin == "reasoning-gym":
+            return self
+        return EnvironmentSpec(self.name, num_tasks=self.num_tasks, origin="organizer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Text to token ids and back, with the light `tokenizers` package alone. Pure once loaded.
 
 Reads a Hugging Face model folder: `tokenizer.json`, and `config.json` and `generation_config.json` for the stop ids
-and the size of the vocabulary. Chat templates are not read: a prompt's canonical ids are its plain encoding.
+and the size of the vocabulary. A prompt's canonical ids are its plain encoding, or that of a chat written by the
+folder's chat template.
 """
 
 import json
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import ModelMissingError, RolloutMalformedError
+from protocol.chat import TEMPLATE_FILE, ChatTemplate, Message, load_template
+from protocol.errors import ModelMissingError, RolloutMalformedError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +23,21 @@ class Tokenizer:
     pad_id: int
     vocab_size: int
     _backend: Any
+    chat_template: ChatTemplate | None = None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of `text`, with whatever marks the tokenizer itself puts around a prompt."""
         return tuple(self._backend.encode(text).ids)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a chat, up to where the model is to answer. Raises `UsageError` without a template for it."""
+        if self.chat_template is None:
+            raise UsageError(
+                "the prompt is a chat, which cannot be written for this model",
+                why="its folder has no chat template",
+                remedy=f"Put a {TEMPLATE_FILE} into the base folder, or use prompts that are plain text.",
+            )
+        return tuple(self._backend.encode(self.chat_template.render(messages), add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, special tokens left out. Raises `RolloutMalformedError` on an id out of range."""
@@ -53,7 +66,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     stop_ids = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     pad_ids = _ids(generation.get("pad_token_id")) or _ids(config.get("pad_token_id"))
     vocab_size = max(int(config.get("vocab_size", 0)), backend.get_vocab_size())
-    return Tokenizer(stop_ids, (pad_ids or stop_ids or (0,))[0], vocab_size, backend)
+    return Tokenizer(stop_ids, (pad_ids or stop_ids or (0,))[0], vocab_size, backend, load_template(model_dir))
 
 
 def _read(path: Path) -> dict[str, Any]:

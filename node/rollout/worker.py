@@ -35,9 +35,10 @@ from node.rollout.self_test import check_canary, judge_engine
 from protocol.canary import probe_for
 from protocol.child import Emit
 from protocol.errors import EngineError, EngineUntrustedError, ModelMissingError, ModelRefusedError, UsageError
+from protocol.gym_tasks import make_environment
 from protocol.ids import TaskKey, Version
 from protocol.run import SamplingContract
-from protocol.tasks import Environment, Tokenizer, load_tokenizer, make_environment, regenerate
+from protocol.tasks import Environment, Tokenizer, load_tokenizer, regenerate
 
 PROMPT_ROOM = 4096
 """Tokens kept free for prompts beside the longest completion, where the model allows so many."""

@@ -26,13 +26,14 @@ from node.base_folder import describe
 from node.rollout.engine import SampleRequest
 from node.tokenizer import END_ID, PAD_ID, vocabulary_of, write_tokenizer
 from node.torch_guard import block_broken_extras
+from protocol.gym_tasks import make_environment
 from protocol.ids import RunId, Version
 from protocol.key_file import read_identity
 from protocol.manifest import open_manifest
 from protocol.rollout import Rollout, verify_pieces
 from protocol.run import EnvironmentSpec
 from protocol.seeds import slot_seed
-from protocol.tasks import load_tokenizer, make_environment, regenerate
+from protocol.tasks import load_tokenizer, regenerate
 from protocol.v1 import control_pb2
 from protocol.wire import rollout_of
 from tests.bench.table import Figure, at_least, at_most, print_table, reported

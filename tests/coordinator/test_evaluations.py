@@ -11,8 +11,9 @@ import pytest_asyncio
 from coordinator.grader import Grader, Pair
 from node.orders import EvaluationRequested, RoleAssigned
 from protocol.errors import EngineError, NotEnrolledError, RolloutMalformedError, UsageError, WorkRefusedError
+from protocol.gym_tasks import make_environment
 from protocol.ids import TaskKey, Version
-from protocol.tasks import make_environment, regenerate
+from protocol.tasks import regenerate
 from protocol.tokens import load_tokenizer
 from tests.coordinator.office import DEADLINE_S, SUMS, Member, Office, serving
 

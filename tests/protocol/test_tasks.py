@@ -15,10 +15,10 @@ from node.base import TinyShape, create_tiny_base
 from node.tokenizer import END_ID, vocabulary_of, write_tokenizer
 from node.training import warmup
 from protocol.errors import EngineError, ModelMissingError, RolloutMalformedError, UsageError
+from protocol.gym_tasks import ReasoningGymEnvironment
 from protocol.ids import TaskKey
 from protocol.tasks import (
     HELD_OUT_SHARE,
-    ReasoningGymEnvironment,
     Task,
     is_held_out,
     load_tokenizer,
@@ -81,7 +81,7 @@ def test_another_environments_key_is_refused(environment: ReasoningGymEnvironmen
 
 DUMP = """
 import json, random, sys
-from protocol.tasks import ReasoningGymEnvironment
+from protocol.gym_tasks import ReasoningGymEnvironment
 random.seed(int(sys.argv[1]))
 out = []
 for name, params, prompt in json.loads(sys.argv[2]):

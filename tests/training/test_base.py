@@ -10,7 +10,8 @@ from node.base import TinyShape, build_tiny_model, create_tiny_base
 from node.training.evaluation import greedy_completions
 from node.training.warmup import WarmUpProgress, WarmUpSettings
 from protocol.errors import EngineError
-from protocol.tasks import ReasoningGymEnvironment, load_tokenizer
+from protocol.gym_tasks import ReasoningGymEnvironment
+from protocol.tasks import load_tokenizer
 
 SMALL = TinyShape(hidden=32, layers=1, heads=1, feed_forward=64)
 BRIEF = WarmUpSettings(target=-1.0, check_steps=3)

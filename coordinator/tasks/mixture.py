@@ -1,0 +1,95 @@
+"""Environments made of others: several pools in one, and questions as chats. Pure.
+
+Invariants: which pool a task comes from follows from seed and index alone, so that a restart, or an auditor with the
+same files, finds the same; a prompt's split is decided by its text, whatever the pool and whether it is a chat.
+"""
+
+import bisect
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from blake3 import blake3
+
+from protocol.chat import Message
+from protocol.ids import Digest, TaskKey
+from protocol.tasks import Environment, Split, Task, distinct_held_out, draw, key_of
+from protocol.tokens import Tokenizer
+
+POOL = "pool"
+"""The column of a task's entry that names its pool."""
+
+
+class MixtureEnvironment:
+    """Each task comes from one of the pools, chosen by the hash of seed and index in proportion to their weights, which
+    do not change while the run lives."""
+
+    def __init__(
+        self, name: str, pools: Sequence[Environment], weights: Sequence[float], *, num_tasks: int = 0
+    ) -> None:
+        self.name, self._num_tasks = name, num_tasks
+        self._pools = {pool.name: pool for pool in pools}
+        self._names = [pool.name for pool in pools]
+        self._bounds = [bound / sum(weights) for bound in itertools.accumulate(weights)]
+        content = [name, num_tasks, [[pool.digest, weight] for pool, weight in zip(pools, weights, strict=True)]]
+        self.digest = Digest(blake3(json.dumps(content).encode()).hexdigest())
+
+    def task(self, seed: int, index: int, split: Split = "train") -> Task:
+        """The task of the pool that has this index. Raises as the pool does."""
+        key = key_of(self.name, seed, index, split)
+        place = index % self._num_tasks if self._num_tasks and split == "train" else index
+        pool = self._pools[self._pool_of(seed, place)]
+        task = pool.task(seed, place, split)
+        return replace(task, key=key, entry={**task.entry, POOL: pool.name})
+
+    def prompt_ids(self, task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """As the task's pool makes them."""
+        return self._pools[task.entry[POOL]].prompt_ids(task, tokenizer)
+
+    def score(self, task: Task, completion: str) -> float:
+        """As the task's pool scores it, by what it gave itself."""
+        name = task.entry[POOL]
+        own = {column: value for column, value in task.entry.items() if column != POOL}
+        key = TaskKey(name, task.key.seed, task.key.index)
+        return self._pools[name].score(replace(task, key=key, entry=own), completion)
+
+    def held_out(self, limit: int) -> list[Task]:
+        """At most `limit` held-out tasks with distinct prompts, of the pools in proportion to their weights."""
+        return distinct_held_out(self, limit)
+
+    def _pool_of(self, seed: int, index: int) -> str:
+        share = draw(seed, index, -1) / 2**31
+        return self._names[min(bisect.bisect_right(self._bounds, share), len(self._names) - 1)]
+
+
+class ChatEnvironment:
+    """Another environment's tasks as chats: a plain prompt becomes the user's message, and `system` opens each chat
+    that has no system message of its own."""
+
+    def __init__(self, inner: Environment, *, is_wrapped: bool, system: str = "") -> None:
+        self.name, self._inner, self._is_wrapped, self._system = inner.name, inner, is_wrapped, system
+        content = ["chat", inner.digest, is_wrapped, system]
+        self.digest = Digest(blake3(json.dumps(content).encode()).hexdigest())
+
+    def task(self, seed: int, index: int, split: Split = "train") -> Task:
+        """The other's task, with messages."""
+        task = self._inner.task(seed, index, split)
+        messages = task.messages
+        if not messages and self._is_wrapped:
+            messages = (Message("user", task.prompt),)
+        if messages and self._system and messages[0].role != "system":
+            messages = (Message("system", self._system), *messages)
+        return replace(task, messages=messages)
+
+    def prompt_ids(self, task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The chat as the model's template writes it, or the plain text."""
+        return tokenizer.encode_chat(task.messages) if task.messages else self._inner.prompt_ids(task, tokenizer)
+
+    def score(self, task: Task, completion: str) -> float:
+        """As the other scores it."""
+        return self._inner.score(task, completion)
+
+    def held_out(self, limit: int) -> list[Task]:
+        """At most `limit` held-out tasks with distinct prompts, always the same ones."""
+        return distinct_held_out(self, limit)
