@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.core.events import Capability, Presence
-from coordinator.hearsay import MAX_METRICS, MAX_RATE, capability_in, capability_of, metrics_of, presence_of, printable
+from coordinator.hearsay import (
+    MAX_METRICS,
+    MAX_RATE,
+    canary_of,
+    capability_in,
+    capability_of,
+    metrics_of,
+    presence_of,
+    printable,
+)
 from protocol.ids import PeerId
 from protocol.record import Record
 from protocol.v1 import common_pb2, control_pb2
@@ -141,3 +150,10 @@ def test_record_of_a_node_that_has_not_measured_itself_says_nothing_of_its_rates
     assert measured is not None
     assert (measured.train_tokens_per_s, measured.reachable) == (5.0, True)
     assert capability_in(a_record(decode_tokens_per_s=5.0)) == Capability(5.0, 0.0, 0, "cpu", reachable=False)
+
+
+@given(st.lists(FLOAT, max_size=40) | st.lists(st.floats(-20, 0), min_size=28, max_size=28))
+def test_a_canary_is_one_logprob_for_each_token_or_nothing(said: list[float]) -> None:
+    canary = canary_of(said)
+    is_sound = len(said) == 28 and all(math.isfinite(value) and value <= 0 for value in said)
+    assert canary == (tuple(said) if is_sound else ())

@@ -37,6 +37,14 @@ def test_only_the_asynchronous_mode_has_a_lag(mode: str, max_lag: int) -> None:
     assert run.rules(RunId("ab" * 16), TOKENIZER).spec.max_lag == max_lag
 
 
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p", "repetition_penalty", "typical_p"])
+def test_samplers_that_truncate_are_no_settings(key: str) -> None:
+    """They would sample from another distribution than the one whose log-probabilities are trained on."""
+    with pytest.raises(UnknownSettingError, match=f"sampling.{key}"):
+        parse_run_file(with_value(f"sampling.{key}", 1))
+    assert parse_run_file(with_value("sampling.temperature", 0.5)).sampling.temperature == 0.5
+
+
 def test_every_section_arrives_in_the_rules() -> None:
     content = {
         **MINIMAL,

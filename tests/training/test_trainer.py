@@ -1,6 +1,7 @@
 """Whole rounds between trainers on loopback with real TLS: one set of bits, the one-machine result, commit, abort."""
 
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,13 @@ import pytest
 import torch
 
 from node.compute.messages import AbortRound, Commit, Done, Evaluate, Evaluated, FetchOptimizerState, RoundDone
+from node.rollout.reference import Reference
 from node.training.gradient import batch_gradient, trained_parameters
 from node.training.optimizer_fetch import fetch_optimizer_state
 from node.training.trainer import Trainer, build_model, slices
 from node.weights.blobs import BlobStore
 from node.weights.content import assemble
+from protocol.canary import max_difference, probe_for
 from protocol.errors import ChunkCorruptError, EngineError, RootMismatchError, VersionTooOldError
 from protocol.ids import Digest
 from protocol.manifest import Body, digest_of
@@ -99,6 +102,14 @@ async def test_trainers_agree_in_every_bit_and_equal_one_machine(
         assert np.abs(expected - one_machine(model_dir, [])).max() > 1e-4
 
 
+def check_canary(canary: tuple[float, ...], model_dir: Path, weights: Path) -> None:
+    """It is what the new weights say of the probe, and not what the base says."""
+    new, base = Reference.load(model_dir, weights), Reference.load(model_dir, model_dir / "model.safetensors")
+    vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    assert max_difference(canary, new.score(probe_for(vocab_size))) < 1e-5
+    assert max_difference(canary, base.score(probe_for(vocab_size))) > 1e-5
+
+
 async def test_committed_chunks_make_a_file_from_which_another_trainer_starts(tmp_path: Path, model_dir: Path) -> None:
     batch = make_samples(4)
     async with trainers(2, tmp_path, model_dir) as seats:
@@ -109,6 +120,7 @@ async def test_committed_chunks_make_a_file_from_which_another_trainer_starts(tm
         await seats[0].job.handle(Commit(body.version, body.root))
         weights, moments = tmp_path / "v1.safetensors", tmp_path / "moments"
         assemble(body, BlobStore(tmp_path / "blobs1"), weights)
+        check_canary(results[0].canary, model_dir, weights)
         request = FetchOptimizerState(
             endpoint=seats[0].member.endpoint,
             peer_id=seats[0].member.peer_id,
