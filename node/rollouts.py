@@ -12,7 +12,7 @@ import time
 import structlog
 
 from node.backoff import backoff_s
-from node.compute.messages import Done, Load, SlotAdvanced, SlotFilled, Started, StartRollout
+from node.compute.messages import Load, Loaded, SlotAdvanced, SlotFilled, Started, StartRollout
 from node.context import Node
 from node.leases import LeaseWork
 from node.orders import Lease
@@ -132,6 +132,7 @@ class RolloutWork:
         )
         started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
         node.state.engine, node.state.num_seats = started.engine, started.num_seats
+        node.state.k3 = started.k3
         self._note_loaded(head)
         log.info("engine up", engine=started.engine, version=head)
 
@@ -260,7 +261,8 @@ class RolloutWork:
     async def _swap(self, version: Version) -> None:
         versions = self._node.versions
         order = Load(version, str(versions.weights_path(version)), versions.canary(version))
-        await self._child.request(order, Done, deadline_s=LOAD_DEADLINE_S)
+        loaded = await self._child.request(order, Loaded, deadline_s=LOAD_DEADLINE_S)
+        self._node.state.canary_difference = loaded.difference
 
     def _note_loaded(self, version: Version) -> None:
         state = self._node.state

@@ -129,6 +129,8 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "engine": state.engine,
         "engine_seats": state.num_seats,
         "engine_restraint": state.restraint,
+        "engine_k3": state.k3,
+        "canary_difference": state.canary_difference,
         "tokens_per_s": round(state.rate.per_s(now_s=now_s), 1),
         "tokens": state.rate.total,
         "counts": dict(sorted(state.counts.items())),

@@ -64,7 +64,9 @@ class Rate:
 class NodeState:
     """The fields that several tasks read. `loaded` is what engine or trainer has in force, with its root; `starting` is
     what one that is not up yet starts from, which may be long out of date when it is. `num_seats` are the samples that
-    the engine runs at a time; `restraint` says by how many steps it takes less than it could, after crashes.
+    the engine runs at a time; `restraint` says by how many steps it takes less than it could, after crashes. `k3` and
+    `canary_difference` say how far the engine's log-probabilities are from the trainers', at its start and after the
+    last load; None = not compared.
 
     `paused` is the owner's word of the moment, `limited` what the standing limits say, `not_available` which of them
     cannot be looked after, `memory_trouble` that a job must end for the memory that it takes. `finishing` ends in the
@@ -79,6 +81,8 @@ class NodeState:
     engine: str = ""
     num_seats: int = 0
     restraint: int = 0
+    k3: float | None = None
+    canary_difference: float | None = None
     endpoint: str = ""
     trainer_endpoint: str = ""
     activity: str = "starting"
@@ -137,6 +141,7 @@ class NodeState:
     def drop_job(self) -> None:
         """The engine or trainer is gone."""
         self.loaded, self.starting, self.engine, self.trainer_endpoint, self.num_seats = None, None, "", "", 0
+        self.k3, self.canary_difference = None, None
         self.changed()
 
     def now_ms(self) -> int:

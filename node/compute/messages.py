@@ -73,11 +73,13 @@ class StartTrainer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """The job runs. `engine` names the rollout engine, `num_seats` are the samples that it runs at a time; `endpoint`
+    """The job runs. `engine` names the rollout engine, `num_seats` are the samples that it runs at a time, `k3` is its
+    divergence from the trainer's forward (None = there was nothing to compare with); `endpoint`
     (host:port) is the trainer's peer service."""
 
     engine: str = ""
     num_seats: int = 0
+    k3: float | None = None
     endpoint: str = ""
 
 
@@ -144,12 +146,19 @@ class Prompts(msgspec.Struct, tag=True, frozen=True):
 
 class Load(msgspec.Struct, tag=True, frozen=True):
     """Rollout: swap in the safetensors file in place, between tokens. Nothing that the new weights sample leaves before
-    the probe agrees with `canary` (empty = unknown). Reply: `Done`, or an error of code WEIGHTS_UNFIT when the file
+    the probe agrees with `canary` (empty = unknown). Reply: `Loaded`, or an error of code WEIGHTS_UNFIT when the file
     does not fit and the old weights are served on, or ENGINE_UNTRUSTED: then this engine samples no more."""
 
     version: int
     weights: str
     canary: tuple[float, ...] = ()
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """The version is in force. `difference` is the largest between the probe and its canary; None where there is
+    none."""
+
+    difference: float | None = None
 
 
 class RunRound(msgspec.Struct, tag=True, frozen=True):
@@ -237,5 +246,5 @@ Request = (
     | Evaluate
     | FetchOptimizerState
 )
-Reply = Probed | Started | Prompts | RoundDone | Evaluated | Done
+Reply = Probed | Started | Loaded | Prompts | RoundDone | Evaluated | Done
 ChildEvent = SlotAdvanced | SlotFilled

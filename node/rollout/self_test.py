@@ -71,11 +71,10 @@ def check_contract(sampler: Sequence[float], trainer: Sequence[float], *, dtype:
     return k3
 
 
-def check_canary(found: Sequence[float], canary: Sequence[float], *, dtype: str) -> None:
-    """Raises `EngineUntrustedError` where the probe is not what the version's trainers expect; nothing is expected
-    where `canary` is empty."""
-    if canary:
-        _check(found, canary, dtype=dtype, what="the version's canary")
+def check_canary(found: Sequence[float], canary: Sequence[float], *, dtype: str) -> float | None:
+    """The largest difference. Raises `EngineUntrustedError` where the probe is not what the version's trainers expect;
+    nothing is expected where `canary` is empty."""
+    return _check(found, canary, dtype=dtype, what="the version's canary") if canary else None
 
 
 async def _load(engine: Engine, weights: Path, probe: Probe, expected: Sequence[float], *, what: str) -> float:

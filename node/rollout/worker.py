@@ -18,6 +18,7 @@ from node.compute.messages import (
     Done,
     Generate,
     Load,
+    Loaded,
     MakePrompts,
     Prompts,
     SlotAdvanced,
@@ -78,7 +79,7 @@ class RolloutJob:
                 print(f"engine {name} did not start, trying the next: {error}", flush=True)
                 continue
             print(f"engine {name} stands its test: {found}", flush=True)
-            return cls(engine, order), Started(engine=_name_of(engine), num_seats=engine.max_num_seqs)
+            return cls(engine, order), Started(engine=_name_of(engine), num_seats=engine.max_num_seqs, k3=found.k3)
         raise AssertionError("there is always one engine to try")
 
     async def handle(self, request: Generate | StopSlots | MakePrompts | Load, emit: Emit) -> msgspec.Struct:
@@ -92,14 +93,13 @@ class RolloutJob:
             case MakePrompts(tasks):
                 return await asyncio.to_thread(self._make_prompts, tasks)
             case Load(version, weights, canary):
-                await self._load(Version(version), Path(weights), canary)
-                return Done()
+                return Loaded(await self._load(Version(version), Path(weights), canary))
 
     async def close(self) -> None:
         """Ends the engine and all that it started."""
         await self._engine.close()
 
-    async def _load(self, version: Version, weights: Path, canary: tuple[float, ...]) -> None:
+    async def _load(self, version: Version, weights: Path, canary: tuple[float, ...]) -> float | None:
         """Loads and judges; loads once more if that fails, since a load may go wrong by chance. What is sampled
         meanwhile waits, and is thrown away where the weights were wrong."""
         async with self._loading:
@@ -109,12 +109,12 @@ class RolloutJob:
                 probe = probe_for(self._engine.vocab_size)
                 try:
                     found = await self._engine.load(version, weights, probe=probe)
-                    check_canary(found, canary, dtype=self._engine.dtype)
+                    return check_canary(found, canary, dtype=self._engine.dtype)
                 except EngineUntrustedError as error:
                     print(f"version {version} is loaded once more: {error}", flush=True)
                     await self._spoil()
                     found = await self._engine.load(version, weights, probe=probe)
-                    check_canary(found, canary, dtype=self._engine.dtype)
+                    return check_canary(found, canary, dtype=self._engine.dtype)
             except EngineUntrustedError as error:
                 self._end = error
                 await self._spoil()

@@ -40,6 +40,14 @@ def test_roles_come_from_the_directory_alone_and_versions_are_made(swarm: Swarm)
     assert status["num_diverged"] == 0
 
 
+def test_the_rollout_node_compares_each_version_with_its_trainers_canary(swarm: Swarm) -> None:
+    """Trainers attest it, the coordinator seals it, the engine scores the probe after the load."""
+    swarm.wait_for("a judged load", lambda: swarm.node("r1", "status")["canary_difference"] is not None)
+    said = swarm.node("r1", "status")
+    assert said["canary_difference"] < 1e-3
+    assert said["engine_k3"] < 1e-6
+
+
 def test_trainers_and_rollout_node_hold_the_same_weights(swarm: Swarm) -> None:
     def weights() -> dict[str, set[str]]:
         """Root by version, as each node's own status has it."""
