@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 
 from node.base import TinyShape, build_tiny_model, create_tiny_base
+from node.training import evaluation
 from node.training.evaluation import greedy_completions
 from node.training.warmup import WarmUpProgress, WarmUpSettings
 from protocol.errors import EngineError
@@ -96,3 +97,18 @@ def test_greedy_completions_stop_and_do_not_depend_on_their_company() -> None:
     assert free[1] == alone[0]
     stopped = greedy_completions(model, prompts[:1], stop_ids=free[0][:1], max_new_tokens=4)
     assert stopped == [()]
+
+
+def test_kept_keys_and_values_change_no_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_tiny_model(SMALL, num_tokens=20, seed=5)
+    prompts = [(3, 4, 5), (6, 7, 8), (9, 3, 2), (4, 4)]
+
+    def naive(prompt: tuple[int, ...]) -> tuple[int, ...]:
+        ids = list(prompt)
+        for _ in range(6):
+            with torch.inference_mode():
+                ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        return tuple(ids[len(prompt) :])
+
+    monkeypatch.setattr(evaluation, "MAX_ROWS", 2)
+    assert greedy_completions(model, prompts, stop_ids=(), max_new_tokens=6) == [naive(prompt) for prompt in prompts]

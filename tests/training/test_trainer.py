@@ -12,7 +12,15 @@ from node.compute.messages import AbortRound, Commit, Done, Evaluate, Evaluated,
 from node.rollout.reference import Reference
 from node.training.gradient import batch_gradient, trained_parameters
 from node.training.optimizer_fetch import fetch_optimizer_state
-from node.training.trainer import Trainer, build_model, slices
+from node.training.trainer import (
+    MAX_LOGITS,
+    MIN_MICRO_BATCH_TOKENS,
+    SLICE_TOKENS,
+    Trainer,
+    build_model,
+    micro_batch_tokens,
+    slices,
+)
 from node.weights.blobs import BlobStore
 from node.weights.content import assemble
 from protocol.canary import max_difference, probe_for
@@ -215,3 +223,9 @@ async def test_evaluation_is_greedy_and_names_the_version_in_force(tmp_path: Pat
         assert result.version == 0
         assert [len(completion) for completion in result.completions] == [4, 4, 4]
         assert result.completions[0] == result.completions[2]
+
+
+def test_a_large_vocabulary_makes_micro_batches_small() -> None:
+    assert micro_batch_tokens(vocab_size=32) == SLICE_TOKENS
+    assert micro_batch_tokens(vocab_size=49_152) * 49_152 <= MAX_LOGITS
+    assert micro_batch_tokens(vocab_size=10**9) == MIN_MICRO_BATCH_TOKENS
