@@ -13,11 +13,12 @@ from coordinator.home import CoordinatorHome
 from coordinator.journal_reader import JournalReader
 from coordinator.settings import read_run_file
 from node.rollout.worker import _max_model_len
+from protocol.gym_tasks import make_environment
 from protocol.ids import Version
 from protocol.rollout import Rollout
 from protocol.run import RunSpec
 from protocol.seeds import slot_seed
-from protocol.tasks import load_tokenizer, make_environment, regenerate
+from protocol.tasks import load_tokenizer, regenerate
 from protocol.v1 import control_pb2
 from protocol.wire import rollout_of
 from tests.bench.bare_vllm import Work

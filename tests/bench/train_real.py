@@ -48,8 +48,9 @@ def solved(model_dir: Path, *, num_tasks: int) -> list[bool]:
     from transformers import AutoModelForCausalLM
 
     from node.training.evaluation import greedy_completions
+    from protocol.gym_tasks import make_environment
     from protocol.run import EnvironmentSpec
-    from protocol.tasks import load_tokenizer, make_environment
+    from protocol.tasks import load_tokenizer
 
     environment = make_environment(EnvironmentSpec(ENVIRONMENT, dict(TASK)))
     tasks = environment.held_out(NUM_SEEN + num_tasks)[NUM_SEEN:]

@@ -12,7 +12,7 @@ from coordinator.demo import is_over
 from coordinator.demo_real import RealRun, RealSettings, make_plan, verdict
 from coordinator.demo_view import View
 from coordinator.settings import parse_run_file
-from protocol.tasks import make_environment
+from protocol.gym_tasks import make_environment
 
 SETTINGS = RealSettings()
 
