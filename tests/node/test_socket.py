@@ -8,16 +8,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from node.daemon import Daemon, run_daemon
 from node.home import Home
 from node.settings import LimitSettings, NodeSettings
+from node.weights.content import body_of
 from node.work import Work
 from protocol.errors import ChunkMissingError, DaemonNotRunningError, NotJoinedError, UsageError
+from protocol.ids import Version
 from protocol.local_socket import ask
+from protocol.manifest import Manifest, Seal, sign_manifest
 from protocol.v1 import control_pb2
-from tests.node.fakes import Control, joined_home, serving, welcome
+from tests.node.fakes import COORDINATOR, RUN_ID, Control, joined_home, serving, welcome
 
 DEADLINE_S = 20.0
 QUIET = NodeSettings(name="Fox & Lagoon", directory=False)
@@ -174,3 +179,27 @@ async def test_finish_ends_a_daemon_without_work_at_once_and_one_with_work_at_it
         await daemon.answers.wait()
         await ask(node_home.socket, "finish")
         await task
+
+
+async def test_export_writes_a_held_version_and_says_why_it_cannot(node_home: Home, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    weights = {"w": np.arange(700, dtype=np.float32)}
+    async with daemon_of(node_home, "127.0.0.1:9") as daemon:
+        versions = daemon.node.versions
+        body = body_of(weights, versions.blobs, model_dir=tmp_path / "model", run_id=RUN_ID, chunk_bytes=1024)
+        versions.learn(sign_manifest(COORDINATOR, Manifest(body, Seal(bytes(32), None, 1))))
+        assert versions.check_held(Version(0))
+        out = tmp_path / "out"
+        answer = await ask(node_home.socket, "export", version=0, folder=str(out))
+        assert (answer["root"], answer["num_bytes"], answer["folder"]) == (body.root, 2800, str(out))
+        assert load_file(out / "model.safetensors")["w"].tolist() == weights["w"].tolist()
+        assert (out / "config.json").read_text() == "{}"
+        with pytest.raises(UsageError, match="not an empty folder"):
+            await ask(node_home.socket, "export", version=0, folder=str(out))
+        with pytest.raises(UsageError, match="not an absolute path"):
+            await ask(node_home.socket, "export", version=0, folder="out2")
+        with pytest.raises(UsageError, match="not a version"):
+            await ask(node_home.socket, "export", version=-1, folder=str(tmp_path / "out3"))
+        with pytest.raises(ChunkMissingError):
+            await ask(node_home.socket, "export", version=7, folder=str(tmp_path / "out4"))
