@@ -1,6 +1,7 @@
 """Reward functions: the sum that they make, and bad citizens, whose samples are missing while others get theirs."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +13,9 @@ from structlog.testing import capture_logs
 
 from coordinator import rewards as rewards_module
 from coordinator.grader import Grader
-from coordinator.grading import RewardPlan, RewardSpec, Values
+from coordinator.grading import RewardPlan, RewardSpec, Sample, Values
 from coordinator.reward_worker import values_of
-from coordinator.rewards import FAULT, Value, total
+from coordinator.rewards import FAULT, Rewards, Value, total
 from node.tokenizer import vocabulary_of, write_tokenizer
 from protocol.errors import UsageError
 from protocol.ids import TaskKey
@@ -22,6 +23,7 @@ from protocol.run import EnvironmentSpec
 from protocol.tokens import load_tokenizer
 from tests.coordinator import toy_grader
 from tests.coordinator.office import SUMS
+from tests.house.tree import ROOT
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -99,6 +101,28 @@ async def test_what_is_no_number_is_a_fault_of_its_place_alone() -> None:
             values_of(wrong, 8)
 
 
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (Values((1.0, None), ()), [1.0, None]),
+        (Values((1.0, 0.5), (1,)), [1.0, FAULT]),
+        (Values((float("inf"), float("nan")), ()), [FAULT, FAULT]),
+        (Values((1e7, -1e7), ()), [FAULT, FAULT]),
+        (Values((1.0, 1.0, 1.0), ()), [FAULT, FAULT]),
+    ],
+)
+async def test_the_word_of_the_process_is_checked_again(
+    make_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, answer: Values, expected: list[Value]
+) -> None:
+    async def say(*_: object, **__: object) -> Values:
+        return answer
+
+    folder = make_home()
+    rewards = Rewards(plan_of("graders:exact"), run_dir=folder, log_path=folder / "log")
+    monkeypatch.setattr(rewards.warm, "request", say)
+    assert await rewards.values(0, [Sample("", "", (), "{}")] * 2) == expected
+
+
 async def test_several_rewards_are_weighed_sync_and_async_text_and_chat(make_home: Callable[[], Path]) -> None:
     plan = plan_of(
         RewardSpec("environment", 1.0),
@@ -129,7 +153,7 @@ async def test_columns_of_the_task_arrive_as_lists(base: Path, make_home: Callab
     [
         *("loop", "stubborn", "freeze", "raise", "alien", "recurse", "exit", "leave", "crash", "allocate", "hoard"),
         *("print", "spill", "fork", "bomb", "threads", "kill", "murder", "massacre", "notice", "throttle", "replace"),
-        *("network", "socket", "file", "garbage", "too many", "nan", "inf", "string", "huge"),
+        *("network", "socket", "file", "garbage", "flood", "too many", "nan", "inf", "string", "huge"),
         *("read /etc/shadow", "read /proc/self/environ", "list /root", "chmod .", "write here"),
     ],
 )
@@ -187,6 +211,15 @@ async def test_a_function_that_cannot_be_had_ends_the_start(make_home: Callable[
     with pytest.raises(UsageError, match=name):
         async with grading(make_home(), plan_of(name)):
             raise AssertionError
+
+
+async def test_a_replay_needs_no_reward() -> None:
+    code = (
+        "import sys, coordinator.replay; print(*[name for name in sys.modules if 'reward' in name or 'grad' in name])"
+    )
+    done = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    out, _ = await done.communicate()
+    assert (done.returncode, out.strip()) == (0, b"")
 
 
 # math-verify

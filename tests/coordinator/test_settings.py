@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomlkit
 
+from coordinator.grading import RewardPlan, RewardSpec
 from coordinator.settings import parse_run_file, read_run_file, valid_keys
 from protocol.errors import UnknownSettingError, UsageError
 from protocol.ids import RunId
@@ -29,6 +31,25 @@ def test_the_smallest_run_file_has_sound_defaults() -> None:
     rules = run.rules(RunId("ab" * 16), TOKENIZER)
     assert (rules.spec.sampling.stop_ids, rules.spec.sampling.vocab_size) == ((1, 2), 99)
     assert (rules.spec.max_lag, rules.max_concurrent, rules.stop_version) == (4, 1024, None)
+
+
+def test_rewards_arrive_at_the_grader_and_nowhere_else(tmp_path: Path) -> None:
+    rewards = [{"function": "environment"}, {"function": "my.rewards:f", "weight": 0.5, "format": "chat"}]
+    task = {**MINIMAL["task"], "rewards": rewards, "reward_limits": {"timeout_s": 3.0, "memory_mb": 512}}
+    path = tmp_path / "run.toml"
+    path.write_text(tomlkit.dumps({**MINIMAL, "task": task}))
+    run = read_run_file(path)
+    specs = RewardSpec("environment", 1.0), RewardSpec("my.rewards:f", 0.5, is_chat=True)
+    assert run.rewards(hidden=[tmp_path]) == RewardPlan(specs, 3.0, 512 << 20, str(tmp_path), (str(tmp_path),))
+    plain = parse_run_file(MINIMAL)
+    assert plain.rewards().rewards == (RewardSpec("environment"),)
+    of_nodes = [one.rules(RunId("ab" * 16), TOKENIZER).spec.to_bytes() for one in (run, plain)]
+    assert of_nodes[0] == of_nodes[1]
+
+
+def test_a_mistyped_key_of_a_reward_is_refused_with_the_right_one() -> None:
+    with pytest.raises(UnknownSettingError, match=r"`task\.rewards\.weight`"):
+        parse_run_file(with_value("task.rewards", [{"function": "a:b", "weigth": 1.0}]))
 
 
 @pytest.mark.parametrize(("mode", "max_lag"), [("sequential", 0), ("periodic", 0), ("async", 7)])
@@ -81,6 +102,7 @@ def test_every_section_arrives_in_the_rules() -> None:
         ("listen.joinport", "listen.join_port"),
         ("task.enviroment", "task.environment"),
         ("nodes.trainer", "nodes.trainers"),
+        ("task.reward", "task.rewards"),
         ("", ""),
     ],
 )
@@ -108,6 +130,18 @@ def test_an_unknown_key_is_refused_with_the_nearest_that_would_be_valid(key: str
         ("task", "chain_sum"),
         ("task.prompt", "song"),
         ("task.params", {"x": [1]}),
+        ("task.rewards", {"function": "a:b"}),
+        ("task.rewards", [{}]),
+        ("task.rewards", [{"function": "print"}]),
+        ("task.rewards", [{"function": "os.path"}]),
+        ("task.rewards", [{"function": "../secret:f"}]),
+        ("task.rewards", [{"function": "a:b", "weight": float("inf")}]),
+        ("task.rewards", [{"function": "a:b", "weight": 0.0}, {"function": "c:d", "weight": -1.0}]),
+        ("task.rewards", [{"function": "a:b", "format": "xml"}]),
+        ("task.rewards", [{"function": "a:b"}] * 17),
+        ("task.reward_limits", {"timeout_s": 0.0}),
+        ("task.reward_limits", {"memory_mb": 1}),
+        ("task.allow_fooled_grader", "yes"),
         ("sampling.temperature", 0.0),
         ("sampling.temperature", float("nan")),
         ("sampling.temperature", "hot"),

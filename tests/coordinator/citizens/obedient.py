@@ -134,8 +134,13 @@ def intrude(word: str) -> None:
         case "file":
             tempfile.mkstemp()
         case "garbage":
-            for descriptor in range(3, 64):
-                try:
-                    os.write(descriptor, b"\xff" * 64)
-                except OSError:
-                    continue
+            write_everywhere(b"\xff" * 64)
+        case "flood":
+            write_everywhere((200 << 20).to_bytes(4, "big") + bytes(1 << 16))
+
+
+def write_everywhere(content: bytes) -> None:
+    """To the pipe to the coordinator, whichever it is."""
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, content)
