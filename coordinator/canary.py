@@ -108,7 +108,7 @@ def judge(trials: Sequence[Trial], full: float) -> Verdict:
 async def ask(grader: Grader, indices: Iterable[int]) -> Verdict:
     """Has the tasks with these indices graded. Raises as `Grader.prompts` does."""
     full = sum(max(spec.weight, 0.0) for spec in grader.plan.rewards)
-    keys = [TaskKey(grader.environment.name, CANARY_SEED, index) for index in indices]
+    keys = [TaskKey(grader.environment_name, CANARY_SEED, index) for index in indices]
     samples = zip(keys, await grader.columns(keys), strict=True)
     trials = [await _try(grader, key, sample.prompt, json.loads(sample.columns)["answer"]) for key, sample in samples]
     return judge(trials, full)

@@ -59,7 +59,7 @@ class Grader:
         worker: str = WORKER,
         deadline_s: float = ANSWER_DEADLINE_S,
     ) -> None:
-        self.environment, self.plan, self._deadline_s = environment, plan or grading.RewardPlan(), deadline_s
+        self.plan, self._deadline_s = plan or grading.RewardPlan(), deadline_s
         self.digest = Digest("")
         """Names what the prompts are made from, as the last child that was started found it."""
         self._warm = WarmChild(
@@ -93,6 +93,12 @@ class Grader:
         await self._warm.close()
         if self._rewards is not None:
             await self._rewards.close()
+
+    @property
+    def environment_name(self) -> str:
+        """What task keys call the environment; known once the grader has started."""
+        assert self._warm.opened is not None
+        return self._warm.opened.name
 
     async def prompts(self, keys: Sequence[TaskKey]) -> tuple[PromptIds, ...]:
         """The canonical prompt of each task. Raises `EngineError` or `UnreachableError` when they cannot be had, and

@@ -57,7 +57,8 @@ class Grader:
             case grading.Open(environment=spec, model_dir=model_dir):
                 self._environment, self._tokenizer = make_environment(spec), load_tokenizer(Path(model_dir))
                 check_first_prompt(self._environment, self._tokenizer)
-                return grading.Opened(prompts_digest(self._environment, self._tokenizer))
+                digest = prompts_digest(self._environment, self._tokenizer)
+                return grading.Opened(digest, self._environment.name)
             case grading.MakePrompts(tasks=tasks):
                 return self._prompts([TaskKey(*task) for task in tasks])
             case grading.HeldOut(limit=limit):

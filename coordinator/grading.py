@@ -46,9 +46,10 @@ class Open(msgspec.Struct, tag=True, frozen=True):
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """The child is ready; `digest` is the environment's content hash."""
+    """The child is ready; `digest` is the environment's content hash, `name` what its task keys call it."""
 
     digest: str
+    name: str
 
 
 class MakePrompts(msgspec.Struct, tag=True, frozen=True):

@@ -13,6 +13,7 @@ from coordinator.core.returns import MAX_TRIES
 from coordinator.grader import Grader
 from coordinator.grading import MakePrompts
 from coordinator.page_client import http_get
+from coordinator.warm_child import WarmChild
 from coordinator.work_service import WorkService
 from protocol.errors import (
     EngineError,
@@ -57,12 +58,12 @@ async def test_a_grader_that_is_away_speaks_against_no_slot(
 ) -> None:
     _, rollout = await office.swarm()
 
-    async def fail(self: Grader) -> None:
+    async def fail(self: WarmChild[Any]) -> None:
         raise EngineError("the child does not start", why="a test")
 
     with monkeypatch.context() as patch:
         without_prompts(patch, grader)
-        patch.setattr(Grader, "_ready", fail)
+        patch.setattr(WarmChild, "ready", fail)
         with pytest.raises(EngineError, match="does not start"):
             await rollout.lease(2)
     assert office.core.books().open == 0
