@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from node import program
+from node.entry import STATUS_DEADLINE_S, show_status
 from node.failure import INTERRUPTED, explain
+from node.home_path import default_home
 from protocol.errors import EngineError, HexcombError, UsageError
 from protocol.runtime import home_socket
 
@@ -85,8 +87,8 @@ def down(home: Home = None) -> None:
 @app.command(epilog="Examples:  hexcomb status    hexcomb status --json | jq .activity")
 def status(home: Home = None, as_json: AsJson = False) -> None:
     """What the node does, or what it waits for."""
-    answer = _ask(home, "status", deadline_s=5.0)
-    _print(answer, as_json=as_json, show=_show_status)
+    answer = _ask(home, "status", deadline_s=STATUS_DEADLINE_S)
+    _print(answer, as_json=as_json, show=show_status)
 
 
 @app.command(epilog="Example:  hexcomb peers")
@@ -283,11 +285,7 @@ def parse_params(texts: list[str]) -> dict[str, int | float | str | bool]:
 
 
 def _home(chosen: Path | None) -> Path:
-    if chosen is not None:
-        return chosen
-    from node.home import default_home
-
-    return default_home()
+    return chosen if chosen is not None else default_home()
 
 
 def _ask(home: Path | None, verb: str, *, deadline_s: float, **fields: Any) -> dict[str, Any]:
@@ -301,31 +299,6 @@ def _print(answer: dict[str, Any], *, as_json: bool, show: Callable[[dict[str, A
         print(json.dumps(answer))
     else:
         show(answer)
-
-
-def _show_status(answer: dict[str, Any]) -> None:
-    coordinator, directory = answer["coordinator"], answer["directory"]
-    link = "connected" if coordinator["is_up"] else f"NOT CONNECTED: {coordinator['trouble'] or 'dialling'}"
-    loaded = "no weights" if answer["version"] is None else f"weights v{answer['version']}"
-    taken, rate = answer["counts"].get("receipt/ACCEPTED", 0), f"{answer['tokens_per_s']:.1f} tokens/s"
-    print(f"{answer['name'] or answer['peer_id']}  {answer['role']} node, {loaded} (head v{answer['head']})")
-    print(f"  doing        {answer['activity']}")
-    print(f"  coordinator  {coordinator['address']}, {link}")
-    print(f"  engine       {answer['engine'] or '-'}, {rate}, {answer['tokens']} tokens in all")
-    print(f"  rollouts     {taken} accepted, {answer['leases']} leases open")
-    print(f"  directory    {directory['num_neighbours']} neighbours, peer service {answer['endpoint']}")
-    limits = answer["limits"]
-    if limits["set"]:
-        print(f"  limits       {', '.join(f'{name} = {value}' for name, value in limits['set'].items())}")
-    if answer["finishing"]:
-        left = "" if answer["finish_in_s"] is None else f", at the latest in {max(answer['finish_in_s'], 0):.0f} s"
-        print(f"! finishing, as its owner asked{left}")
-    elif answer["paused"]:
-        print(f"! paused: {answer['paused']}")
-    for what in limits["not_available"]:
-        print(f"! limit not available: {what}")
-    if answer["trouble"]:
-        print(f"! {answer['trouble']}")
 
 
 def _show_peers(answer: dict[str, Any]) -> None:

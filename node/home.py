@@ -18,16 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from protocol.errors import IdentityError
 from protocol.ids import PeerId
 from protocol.key_file import create_identity, read_identity
 from protocol.keys import Identity
 from protocol.private_files import check_private_folder, locked, write_private
 from protocol.runtime import home_runtime_folder, home_socket, own, spelled_once, user_runtime_folder
-
-HOME_VARIABLE = "HEXCOMB_HOME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +112,3 @@ class Home:
     def write_libp2p_identity(self, path: Path) -> None:
         """Writes the key in the form that a libp2p daemon reads, 0400, replacing an earlier one."""
         write_private(path, self.identity.libp2p_bytes(), mode=0o400)
-
-
-def default_home() -> Path:
-    """`HEXCOMB_HOME`, or else the user's data folder."""
-    named = os.environ.get(HOME_VARIABLE)
-    return Path(named) if named else platformdirs.user_data_path("hexcomb")

@@ -51,8 +51,8 @@ def num_accepted(home: Path) -> int:
 
 
 def status_times(home: Path) -> list[float]:
-    """Wall time of `hexcomb status`, interpreter and all."""
-    command = [sys.executable, "-m", "node.cli", "status", "--home", str(home)]
+    """Wall time of `hexcomb status` as the console script starts it, interpreter and all."""
+    command = [sys.executable, "-m", "node.entry", "status", "--home", str(home)]
     times = []
     for _ in range(NUM_STATUS):
         begun_s = time.perf_counter()

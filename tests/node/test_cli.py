@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from node.cli import explain, parse_params, read_invite
+from node.entry import plain_status
 from node.home import Home
 from protocol.errors import InviteMangledError, UsageError
 from tests.house.tree import ROOT
@@ -62,16 +63,54 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_asking_the_daemon_is_light(home: Path) -> None:
+@pytest.mark.parametrize("place", ["--home", "HEXCOMB_HOME"])
+def test_asking_the_daemon_is_light(home: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Home.create(home)
+    monkeypatch.setenv("HEXCOMB_HOME", str(home) if place == "HEXCOMB_HOME" else "/nowhere")
+    words = ["status", *(["--home", str(home)] if place == "--home" else [])]
     found = modules_after(
-        "from pathlib import Path; from node import cli; from protocol.errors import DaemonNotRunningError\n"
-        f"try: cli.status(Path({str(home)!r}))\n"
-        "except DaemonNotRunningError: pass\n"
+        f"import sys; from node import entry; sys.argv[1:] = {words!r}\n"
+        "try: entry.main()\n"
+        "except SystemExit as end: assert end.code == 3, end.code\n"
         "1"
     )
     assert "socket" in found
-    assert not SLOW & found
+    assert not (SLOW | {"typer", "cryptography"}) & found
+
+
+@pytest.mark.parametrize(
+    ("words", "plain"),
+    [
+        ("status", (None, False)),
+        ("status --json --home x", (Path("x"), True)),
+        ("status --home=x", (Path("x"), False)),
+        ("status --help", None),
+        ("status --home", None),
+        ("status --home --json", None),
+        ("status now", None),
+        ("peers", None),
+        ("", None),
+    ],
+)
+def test_only_a_plain_status_is_answered_without_the_command_line(words: str, plain: object) -> None:
+    assert plain_status(words.split()) == plain
+
+
+def test_both_ways_to_ask_for_the_status_say_the_same(home: Path) -> None:
+    Home.create(home)
+    quick, whole = (
+        subprocess.run(
+            [sys.executable, "-m", module, "status", "--home", str(home)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=ROOT,
+        )
+        for module in ("node.entry", "node.cli")
+    )
+    assert (quick.returncode, quick.stdout, quick.stderr) == (whole.returncode, whole.stdout, whole.stderr)
+    assert quick.returncode == 3
 
 
 def test_the_daemon_does_without_what_only_its_children_need() -> None:

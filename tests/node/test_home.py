@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from node.home import Home, default_home
+from node.home import Home
+from node.home_path import default_home
 from protocol.errors import HomeInUseError, IdentityError, KeyFileExposedError
 from protocol.keys import Identity
 from protocol.runtime import user_runtime_folder
