@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import structlog
 
 from coordinator import canary
@@ -28,7 +29,7 @@ from coordinator.core.facts import VersionCommitted
 from coordinator.core.handle import Core
 from coordinator.evaluations import Evaluations
 from coordinator.grader import Grader
-from coordinator.hearsay import capability_in
+from coordinator.hearsay import canary_of, capability_in
 from coordinator.home import CoordinatorHome
 from coordinator.http import make_app, serve_http
 from coordinator.join_service import JoinService, Registrar
@@ -113,7 +114,7 @@ class Coordinator:
             async with asyncio.TaskGroup() as tasks:
                 deciding = tasks.create_task(self.authority.run())
                 await self.authority.submit(CoordinatorStarted())
-                await self.authority.submit(BaseRegistered(self._body))
+                await self.authority.submit(BaseRegistered(self._body, read_base_canary(self._run.base)))
                 parts = await self._listen(tasks, grader)
                 async with answering(self._home.socket, {"invite": self._create_invite}):
                     self.ready = ""
@@ -318,6 +319,15 @@ def read_base(folder: Path, home: CoordinatorHome) -> Body:
         )
     base = Body.from_bytes(path.read_bytes())
     return Body(home.run_id, Version(0), None, base.tensors, base.files, base.chunk_bytes, base.chunks, base.optimizer)
+
+
+def read_base_canary(folder: Path) -> tuple[float, ...]:
+    """What the base's maker computed of the probe; nothing where that is not there or not sound."""
+    path = folder / "canary.json"
+    try:
+        return canary_of(msgspec.json.decode(path.read_bytes(), type=list[float])) if path.is_file() else ()
+    except msgspec.DecodeError:
+        return ()
 
 
 def _port_in_use(name: str, host: str, port: int) -> PortInUseError:

@@ -1,4 +1,4 @@
-"""The folder that `hexcomb base create` makes: model files, `body.msgpack`, and the chunks in `blobs/`.
+"""The folder that `hexcomb base create` makes: model files, `body.msgpack`, `canary.json`, and the chunks in `blobs/`.
 Impure: files.
 
 A run file names this folder as its base; the coordinator reads `body.msgpack` and gives version 0 its run
@@ -18,7 +18,7 @@ from protocol.errors import ModelMissingError, UsageError
 from protocol.manifest import MODEL_FILES, Body
 from protocol.run import EnvironmentSpec
 
-BODY_FILE, BLOBS_FOLDER = "body.msgpack", "blobs"
+BODY_FILE, BLOBS_FOLDER, CANARY_FILE = "body.msgpack", "blobs", "canary.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ def create_tiny(
         warm_up_first=warm_up,
         progress=lambda p: say(f"step {p.step}: loss {p.loss:.3f}, held-out accuracy {p.accuracy:.2f}"),
     )
+    write_canary(folder)
     say(f"{base.num_parameters} parameters, {base.warm_up_steps} steps, accuracy {base.accuracy:.2f}")
     return describe(folder)
 
@@ -69,6 +70,7 @@ def adopt_model(folder: Path, model_dir: Path) -> BaseFolder:
             shutil.copyfile(model_dir / name, folder / name)
     _say_float32(folder / "config.json")
     convert_weights(model_dir, folder / WEIGHTS_FILE)
+    write_canary(folder)
     return describe(folder)
 
 
@@ -77,6 +79,14 @@ def _say_float32(config: Path) -> None:
     settings = json.loads(config.read_text())
     settings.pop("torch_dtype", None)
     config.write_text(json.dumps({**settings, "dtype": "float32"}, indent=2) + "\n")
+
+
+def write_canary(folder: Path) -> None:
+    """What transformers computes of the probe (`protocol.canary`) under the folder's weights: version 0's canary."""
+    from node.rollout.reference import Reference
+
+    canary = Reference.load(folder, folder / WEIGHTS_FILE).score_own_probe()
+    (folder / CANARY_FILE).write_text(json.dumps(canary))
 
 
 def describe(folder: Path) -> BaseFolder:

@@ -37,7 +37,7 @@ def register_base(turn: Turn, event: BaseRegistered) -> None:
     if known and known != body.root:
         raise _refused("the base model", f"this run began with {known}")
     if turn.state.head is None:
-        _commit(turn, replace(body, run_id=run_id), round_id=None, metrics={}, groups=())
+        _commit(turn, replace(body, run_id=run_id), round_id=None, metrics={}, groups=(), canary=event.canary)
 
 
 def attest(turn: Turn, event: VersionAttested) -> None:

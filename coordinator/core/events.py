@@ -93,9 +93,10 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class BaseRegistered:
-    """The organizer's base model; becomes version 0 if there is none yet."""
+    """The organizer's base model; becomes version 0 if there is none yet. `canary` as in `VersionAttested`."""
 
     body: Body
+    canary: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

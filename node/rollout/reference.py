@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from node.rollout.model_files import read_layout, stage_model
-from protocol.canary import Probe
+from protocol.canary import Probe, probe_for
 
 MAX_WEIGHT_BYTES = 4 << 30
 MEMORY_SHARE = 4
@@ -48,6 +48,10 @@ class Reference:
     def score(self, probe: Probe) -> tuple[float, ...]:
         """Log-probability of each scored token of the probe."""
         return score_probe(self._model, probe)
+
+    def score_own_probe(self) -> tuple[float, ...]:
+        """The same of the probe that goes with the model's vocabulary."""
+        return self.score(probe_for(self._model.config.vocab_size))
 
     def change(self, path: Path) -> None:
         """Writes changed weights of the same layout to `path`, and takes them over; every tensor that is not nought

@@ -5,7 +5,7 @@ import pytest
 from coordinator.core import events as e
 from coordinator.core import leases
 from coordinator.core.effects import AbortRound, AnnounceVersion, RequestEvaluation, ScoreRollout, SendPlan
-from coordinator.core.facts import decode_fact, encode_fact
+from coordinator.core.facts import VersionCommitted, decode_fact, encode_fact
 from coordinator.core.replies import Enrolment
 from coordinator.core.state import decode_state, encode_state
 from coordinator.core.turn import Turn
@@ -75,6 +75,9 @@ def test_base_is_registered_once() -> None:
     decision = world.do(e.BaseRegistered(BASE))
     assert decision.effects == (AnnounceVersion(Version(0), BASE),)
     assert world.do(e.BaseRegistered(BASE)).facts == ()
+    (committed,) = World().do(e.BaseRegistered(BASE, (-1.0,) * 28)).facts
+    assert isinstance(committed, VersionCommitted)
+    assert committed.canary == (-1.0,) * 28
     other = make_body(0, parent=None, salt="other")
     with pytest.raises(ManifestRefusedError):
         world.do(e.BaseRegistered(other))

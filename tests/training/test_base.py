@@ -1,15 +1,20 @@
 """A tiny base model is an ordinary model folder, equal for equal seeds, and good enough to start from."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from coordinator.server import read_base_canary
 from node.base import TinyShape, build_tiny_model, create_tiny_base
+from node.base_folder import CANARY_FILE, write_canary
 from node.training import evaluation
 from node.training.evaluation import greedy_completions
 from node.training.warmup import WarmUpProgress, WarmUpSettings
+from protocol.canary import max_difference, probe_for
 from protocol.errors import EngineError
 from protocol.gym_tasks import ReasoningGymEnvironment
 from protocol.tasks import load_tokenizer
@@ -112,3 +117,24 @@ def test_kept_keys_and_values_change_no_completion(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(evaluation, "MAX_ROWS", 2)
     assert greedy_completions(model, prompts, stop_ids=(), max_new_tokens=6) == [naive(prompt) for prompt in prompts]
+
+
+def test_a_base_folder_has_the_canary_of_version_0(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = tmp_path / "base"
+    shutil.copytree(folder, base)
+    write_canary(base)
+    probe = probe_for(json.loads((base / "config.json").read_text())["vocab_size"])
+    model = AutoModelForCausalLM.from_pretrained(base)
+    ids = torch.tensor([[*probe.prompt_ids, *probe.completion_ids]])
+    with torch.inference_mode():
+        logprobs = model(input_ids=ids).logits[0, 3:-1].log_softmax(-1)
+    expected = [float(row[token]) for row, token in zip(logprobs, probe.completion_ids, strict=True)]
+    assert max_difference(json.loads((base / CANARY_FILE).read_text()), expected) < 1e-5
+    assert read_base_canary(base) == tuple(json.loads((base / CANARY_FILE).read_text()))
+    for spoilt in ("", "[1, 2]", '{"a": 1}', "[NaN]"):
+        (base / CANARY_FILE).write_text(spoilt)
+        assert read_base_canary(base) == ()
+    (base / CANARY_FILE).unlink()
+    assert read_base_canary(base) == ()
