@@ -66,7 +66,7 @@ class RolloutJob:
         """The job that `order` asks for. Raises `EngineError` when no engine starts."""
         names: tuple[EngineName, ...] = _engine_names(order.engine)
         model_dir, version, weights = Path(order.model_dir), Version(order.version), Path(order.weights)
-        max_num_seqs, max_model_len, limits = _limits_of(order)
+        max_num_seqs, max_model_len, limits = limits_of(order)
         for position, name in enumerate(names):
             engine = make_engine(name, max_num_seqs=max_num_seqs, max_model_len=max_model_len, limits=limits)
             try:
@@ -106,21 +106,20 @@ class RolloutJob:
             self._require_trust()
             self._judged.clear()
             try:
-                probe = probe_for(self._engine.vocab_size)
-                try:
-                    found = await self._engine.load(version, weights, probe=probe)
-                    return check_canary(found, canary, dtype=self._engine.dtype)
-                except EngineUntrustedError as error:
-                    print(f"version {version} is loaded once more: {error}", flush=True)
-                    await self._spoil()
-                    found = await self._engine.load(version, weights, probe=probe)
-                    return check_canary(found, canary, dtype=self._engine.dtype)
+                return await self._load_and_judge(version, weights, canary)
             except EngineUntrustedError as error:
-                self._end = error
+                print(f"version {version} is loaded once more: {error}", flush=True)
+                self._end = error  # until it is proved wrong, whatever comes
                 await self._spoil()
-                raise
+                difference = await self._load_and_judge(version, weights, canary)
+                self._end = None
+                return difference
             finally:
                 self._judged.set()
+
+    async def _load_and_judge(self, version: Version, weights: Path, canary: tuple[float, ...]) -> float | None:
+        found = await self._engine.load(version, weights, probe=probe_for(self._engine.vocab_size))
+        return check_canary(found, canary, dtype=self._engine.dtype)
 
     async def _spoil(self) -> None:
         """Ends every sample that runs, and keeps what it has from leaving."""
@@ -225,7 +224,7 @@ def _name_of(engine: Engine) -> str:
     return type(engine).__name__.removesuffix("Engine").lower()
 
 
-def _limits_of(order: StartRollout) -> tuple[int, int, Limits]:
+def limits_of(order: StartRollout) -> tuple[int, int, Limits]:
     """Samples at a time, the longest one, and the rest of what the engine is allowed. Each step of restraint halves the
     samples; from the second on memory and room for prompts are halved too."""
     halvings = max(0, order.restraint - 1)

@@ -6,12 +6,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import pytest
 
-from node.compute.messages import Done, Generate, SlotAdvanced, SlotFilled, SlotOrder, StartRollout, StopSlots
+from node.compute.messages import (
+    Done,
+    Generate,
+    Load,
+    Loaded,
+    SlotAdvanced,
+    SlotFilled,
+    SlotOrder,
+    StartRollout,
+    StopSlots,
+)
 from node.rollout.engine import Chunk, Sample, SampleRequest, Segment
-from node.rollout.worker import RolloutJob
+from node.rollout.worker import RolloutJob, limits_of
 from protocol.canary import Probe
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineUntrustedError, WeightsUnfitError
 from protocol.ids import Version
 from protocol.run import EnvironmentSpec, SamplingContract
 
@@ -34,7 +45,7 @@ class Engine:
     vocab_size, dtype = 64, "float32"
 
     def __init__(self) -> None:
-        self.found: list[tuple[float, ...]] = []
+        self.found: list[tuple[float, ...] | Exception] = []
         self.requests: list[SampleRequest] = []
         self.chunking: tuple[int, float] | None = None
         self.stopped: set[str] = set()
@@ -60,7 +71,10 @@ class Engine:
         self.stopped |= {*keys}
 
     async def load(self, version: Version, weights: Path, *, probe: Probe | None = None) -> tuple[float, ...]:
-        return self.found.pop(0) if self.found else ()
+        found = self.found.pop(0) if self.found else ()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     async def score(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> tuple[float, ...]:
         return ()
@@ -116,3 +130,54 @@ async def test_stopping_a_slot_of_one_lease_leaves_that_of_another() -> None:
         ("old", "s1", "abort"),
         ("new", "s1", "stop"),
     ]
+
+
+async def load(job: RolloutJob, canary: tuple[float, ...]) -> msgspec.Struct:
+    async def emit(event: msgspec.Struct) -> None: ...
+
+    return await job.handle(Load(5, "weights", canary), emit)
+
+
+async def test_a_load_that_agrees_with_its_canary_says_how_well() -> None:
+    engine = Engine()
+    engine.found = [(-1.0, -2.0), (-1.0, -2.0)]
+    job = RolloutJob(engine, ORDER)
+    assert await load(job, (-1.0, -2.0005)) == Loaded(pytest.approx(0.0005))
+    assert await load(job, ()) == Loaded(None)
+
+
+@pytest.mark.parametrize("second", [(-3.0, -2.0), EngineError("lost"), WeightsUnfitError("changed meanwhile")])
+async def test_an_engine_found_wrong_samples_no_more_until_it_is_found_right(second: Any) -> None:
+    engine, events = Engine(), list[msgspec.Struct]()
+    engine.found = [(-1.5, -2.0), second]
+    job = RolloutJob(engine, ORDER)
+    with pytest.raises(EngineError):
+        await load(job, (-1.0, -2.0))
+    with pytest.raises(EngineUntrustedError):
+        await done(job, Generate("ff", (SlotOrder("s1", (9,), seed=3),)), events)
+    with pytest.raises(EngineUntrustedError):
+        await load(job, ())
+    assert events == []
+
+
+async def test_a_second_load_may_put_it_right() -> None:
+    engine, events = Engine(), list[msgspec.Struct]()
+    engine.found = [(-1.5, -2.0), (-1.0, -2.0)]
+    job = RolloutJob(engine, ORDER)
+    assert await load(job, (-1.0, -2.0)) == Loaded(0.0)
+    await done(job, Generate("ff", (SlotOrder("s1", (9,), seed=3),)), events)
+    assert len(events) == 2
+
+
+@pytest.mark.parametrize(
+    ("restraint", "max_num_seqs", "max_len", "share"),
+    [(0, 64, 4104, 1.0), (1, 32, 4104, 1.0), (2, 16, 2056, 0.5), (4, 4, 520, 0.125)],
+)
+def test_each_step_of_restraint_takes_less(
+    tmp_path: Path, restraint: int, max_num_seqs: int, max_len: int, share: float
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 8192}')
+    order = msgspec.structs.replace(ORDER, model_dir=str(tmp_path), restraint=restraint)
+    num_seqs, longest, limits = limits_of(order)
+    assert (num_seqs, longest, limits.cache_share) == (max_num_seqs, max_len, share)
+    assert (limits.expected_tokens, limits.trust_remote_code) == (520, False)
