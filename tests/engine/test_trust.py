@@ -65,7 +65,6 @@ async def test_a_right_engine_stands_its_test_and_serves_its_version(engine: Eng
     assert found.changed_difference < TOLERANCE
     assert found.restored_difference is not None
     assert found.restored_difference < TOLERANCE
-    assert found.took_s < 5  # well under one on a quiet machine
     scores = await engine.score(PROBE.prompt_ids, PROBE.completion_ids)
     assert scores == pytest.approx(expected(tied_model, "A"), abs=TOLERANCE)
 
