@@ -3,12 +3,12 @@
 Invariant: independent of the engines, of which it is the judge; what it holds is a copy, and no file stays mapped.
 """
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from node.rollout.measured import free_bytes_here
 from node.rollout.model_files import read_layout, stage_model
 from protocol.canary import Probe, probe_for
 
@@ -27,9 +27,11 @@ class Reference:
 
     @staticmethod
     def is_affordable(weights: Path) -> bool:
-        """Whether a second copy of the model has room here."""
+        """Whether a second copy of the model has room here, in memory and among the temporary files."""
         num_bytes = weights.stat().st_size
-        return num_bytes <= MAX_WEIGHT_BYTES and MEMORY_SHARE * num_bytes <= psutil.virtual_memory().available
+        has_room = MEMORY_SHARE * num_bytes <= free_bytes_here()
+        has_disk = 2 * num_bytes <= shutil.disk_usage(tempfile.gettempdir()).free
+        return num_bytes <= MAX_WEIGHT_BYTES and has_room and has_disk
 
     @classmethod
     def load(cls, model_dir: Path, weights: Path) -> "Reference":

@@ -3,15 +3,17 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from node.rollout import measured
+from node.rollout import measured, reference
 from node.rollout.measured import free_bytes_here
 from node.rollout.memory import Limits, Memory
 from node.rollout.model_files import check_code
+from node.rollout.reference import Reference
 from protocol.errors import ModelRefusedError, WeightsUnfitError
 from protocol.ids import Version
 from tests.engine.checks import collect, new_engine, some_requests
@@ -98,3 +100,15 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     assert free_bytes_here(tmp_path) == 0
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes_here(tmp_path) > 1_000_000
+
+
+def test_a_second_copy_is_made_only_where_there_is_room(tied_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = tied_model.files["A"]
+    assert Reference.is_affordable(weights)
+    num_bytes = weights.stat().st_size
+    for name, value in (("free_bytes_here", lambda: 4 * num_bytes - 1), ("MAX_WEIGHT_BYTES", num_bytes - 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, name, value)
+            assert not Reference.is_affordable(weights)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * num_bytes - 1))
+    assert not Reference.is_affordable(weights)
