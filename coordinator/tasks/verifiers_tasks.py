@@ -52,12 +52,12 @@ def verifiers_rows(pool: PoolSpec) -> tuple[list[Draft], Digest, Callable[[Task,
     why = _why_not_single_turn(vf, taskset, tasks) if tasks else "it has no tasks, or they never end"
     if why:
         raise UsageError(f"the task set {pool.source} is refused", why=why, remedy="Take a single-turn task set.")
-    rows = [_draft(task, f"{pool.source}, task {index}", index) for index, task in enumerate(tasks)]
+    rows = [_draft(vf, task, f"{pool.source}, task {index}", index) for index, task in enumerate(tasks)]
 
     def score(task: Task, completion: str) -> float:
         return _run_apart(lambda: _score(vf, tasks[task.entry[PLACE]], task, completion))
 
-    content = [metadata.version("verifiers"), pool.source, [row.entry["key"] for row in rows]]
+    content = [metadata.version("verifiers"), pool.source, [task.hash for task in tasks]]
     return rows, Digest(blake3(json.dumps(content).encode()).hexdigest()), score
 
 
@@ -82,13 +82,13 @@ def _needs_runtime(function: Callable[..., Any]) -> bool:
     return runtime is not None and runtime.default is inspect.Parameter.empty
 
 
-def _draft(task: Any, where: str, index: int) -> Draft:
+def _draft(vf: Any, task: Any, where: str, index: int) -> Draft:
     data = task.data.model_dump(mode="json", exclude_none=True)
-    text, messages = prompt_of(data.pop("prompt", None), where=where)
-    opening = data.get("system_prompt")
-    if opening:
-        messages = (Message("system", opening), *(messages or (Message("user", text),)))
-    entry = {**data, "key": task.key, PLACE: index}
+    text, messages = prompt_of(data.get("prompt"), where=where)
+    if task.data.system_prompt:
+        messages = (Message("system", task.data.system_prompt), *(messages or (Message("user", text),)))
+    own = {name: value for name, value in data.items() if name not in vf.TaskData.model_fields}
+    entry = {**own, PLACE: index}
     return Draft(text, str(data.get("answer", "")), entry, messages)
 
 
