@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from blake3 import blake3
 
-from coordinator.tasks.prompts import draft_of
+from coordinator.tasks.prompts import draft_of, is_the_answer
 from protocol.errors import EngineError, HexcombError, UsageError
 from protocol.gym_tasks import quiet_and_seeded
 from protocol.ids import Digest
@@ -80,7 +80,7 @@ class FunctionEnvironment:
         """The completion's reward, in [0, 1]. Raises `EngineError` when there is none."""
         score = getattr(self._object, "score", None)
         if score is None:
-            return float(completion.strip() == task.answer.strip())
+            return is_the_answer(task, completion)
         what = f"score() of {self._pool.source}"
         value = _guarded(what, EngineError, lambda: float(score(task.entry, completion)))
         return checked_score(self.name, task.key, value)

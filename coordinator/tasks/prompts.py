@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from protocol.chat import Message
-from protocol.errors import UsageError
+from protocol.errors import EngineError, UsageError
+from protocol.tasks import Task
 
 ROLES = get_args(get_type_hints(Message)["role"])
 
@@ -50,6 +51,15 @@ def prompt_of(value: Any, *, where: str) -> tuple[str, tuple[Message, ...]]:
     if messages[-1].role != "user":
         raise _refused(where, f"its last message is of the {messages[-1].role}")
     return "\n\n".join(message.content for message in messages), messages
+
+
+def is_the_answer(task: Task, completion: str) -> float:
+    """1 for the answer, white space around it aside, and 0 for all else. Raises `EngineError` where there is none."""
+    if not task.answer:
+        raise EngineError(
+            f"task {task.key} cannot be scored", why="its source has no answers", remedy="Name a column with answers."
+        )
+    return float(completion.strip() == task.answer.strip())
 
 
 def _message(item: Any, where: str) -> Message:

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from blake3 import blake3
 
-from coordinator.tasks.prompts import Draft
-from protocol.errors import EngineError, UsageError
+from coordinator.tasks.prompts import Draft, is_the_answer
+from protocol.errors import UsageError
 from protocol.ids import Digest
 from protocol.manifest import digest_of
 from protocol.tasks import Split, Task, checked_score, distinct_held_out, is_held_out, key_of
@@ -34,7 +34,7 @@ class RowsEnvironment:
         score: Score | None = None,
     ) -> None:
         self.name, self.digest = name, digest_of(f"{name}:{num_tasks}:{digest}".encode())
-        self._rows, self._num_tasks, self._score = rows, num_tasks, score or _is_the_answer
+        self._rows, self._num_tasks, self._score = rows, num_tasks, score or is_the_answer
         self._places: dict[Split, list[int]] = {"train": [], "held-out": []}
         for place, row in enumerate(rows):
             self._places["held-out" if is_held_out(row.prompt) else "train"].append(place)
@@ -73,11 +73,3 @@ class RowsEnvironment:
                 why=f"none of its {len(self._rows)} rows falls into that split",
                 remedy="Give more rows with distinct prompts: about one in five is held out.",
             )
-
-
-def _is_the_answer(task: Task, completion: str) -> float:
-    if not task.answer:
-        raise EngineError(
-            f"task {task.key} cannot be scored", why="its source has no answers", remedy="Name a column with answers."
-        )
-    return float(completion.strip() == task.answer.strip())

@@ -168,6 +168,12 @@ def test_a_bad_score_is_an_error_and_not_a_number(folder: Path, how: str) -> Non
         environment.score(environment.task(0, 0), "1")
 
 
+def test_no_answer_is_not_the_empty_answer(folder: Path) -> None:
+    environment = make_environment(spec_of(folder, PoolSpec("hx_listed:make", "x", answer_column="")))
+    with pytest.raises(EngineError, match="no answers"):
+        environment.score(environment.task(0, 0), "")
+
+
 def test_the_folders_modules_take_no_name_from_installed_ones(folder: Path) -> None:
     (folder / "json.py").write_text("raise RuntimeError('not the real one')")
     (folder / "hx_uses.py").write_text("import json\n" + LISTED)
