@@ -223,7 +223,8 @@ def test_damaged_and_foreign_data_sets_are_refused(tmp_path: Path) -> None:
 
 def test_a_saved_folder_leads_nowhere_else(tmp_path: Path) -> None:
     save_to_disk(tmp_path / "a", ROWS)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "secret.arrow")
+    secret = write_data_set(tmp_path, "arrow").rename(tmp_path / "secret.arrow")
+    assert environment(f"dataset:{secret}", tmp_path).task(0, 0).prompt
     (tmp_path / "a" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../secret.arrow"}]}))
     with pytest.raises(UsageError, match="cannot be read"):
         environment("dataset:a", tmp_path)

@@ -174,9 +174,10 @@ def test_no_answer_is_not_the_empty_answer(folder: Path) -> None:
         environment.score(environment.task(0, 0), "")
 
 
-def test_the_folders_modules_take_no_name_from_installed_ones(folder: Path) -> None:
-    (folder / "json.py").write_text("raise RuntimeError('not the real one')")
-    (folder / "hx_uses.py").write_text("import json\n" + LISTED)
+def test_the_folders_modules_take_no_name_from_installed_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    (folder / "colorsys.py").write_text("raise RuntimeError('not the real one')")
+    (folder / "hx_uses.py").write_text("import colorsys\n" + LISTED)
     assert make_environment(spec_of(folder, PoolSpec("hx_uses:make", "x"))).task(0, 0)
 
 
