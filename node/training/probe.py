@@ -22,7 +22,8 @@ from protocol.errors import ModelMissingError
 MEASURE_S = 1.0
 TRAIN_ROWS, TRAIN_LENGTH = 8, 64
 DECODE_ROWS, DECODE_STEPS = 8, 32
-MAX_PARAMETERS = 300_000_000
+MAX_PARAMETERS = {"cuda": 300_000_000, "cpu": 50_000_000}
+"""Of what is measured whole."""
 REDUCED_LAYERS = 2
 
 
@@ -89,13 +90,13 @@ def _model(model_dir: Path) -> tuple[Any, float]:
     if not (model_dir / "config.json").is_file():
         raise ModelMissingError(f"{model_dir} has no config.json")
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     whole = _num_working_parameters(AutoModelForCausalLM, config)
-    if whole > MAX_PARAMETERS:
+    if whole > MAX_PARAMETERS[device]:
         config.num_hidden_layers = min(config.num_hidden_layers, REDUCED_LAYERS)
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
     share = _num_working_parameters(AutoModelForCausalLM, config) / whole
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return model.eval(), share

@@ -34,7 +34,7 @@ def test_a_small_model_is_measured_whole(model_dir: Path) -> None:
 def test_a_large_model_is_measured_by_a_few_layers(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, share = probing._model(model_dir)
     assert (whole.config.num_hidden_layers, share) == (6, 1.0)
-    monkeypatch.setattr(probing, "MAX_PARAMETERS", 1000)
+    monkeypatch.setattr(probing, "MAX_PARAMETERS", {"cuda": 1000, "cpu": 1000})
     part, share = probing._model(model_dir)
     assert part.config.num_hidden_layers == probing.REDUCED_LAYERS
     num_whole = sum(p.numel() for p in whole.parameters())
