@@ -52,7 +52,12 @@ def num_accepted(home: Path) -> int:
 
 def status_times(home: Path) -> list[float]:
     """Wall time of `hexcomb status` as the console script starts it, interpreter and all."""
-    command = [sys.executable, "-m", "node.entry", "status", "--home", str(home)]
+    return wall_times("-m", "node.entry", "status", "--home", str(home))
+
+
+def wall_times(*arguments: str) -> list[float]:
+    """Wall time of the interpreter with these arguments."""
+    command = [sys.executable, *arguments]
     times = []
     for _ in range(NUM_STATUS):
         begun_s = time.perf_counter()
@@ -92,6 +97,7 @@ def figures(folder: Path) -> list[Figure]:
         num_taken = swarm.wait_for("a lease to be filled", lambda: num_accepted(folder / "node"), deadline_s=240)
         resident_bytes = psutil.Process(pid).memory_info().rss
         times = status_times(folder / "node")
+        bare_s = statistics.median(wall_times("-c", "pass"))
         num_children, num_left, took_s = survivors_of_kill(swarm, pid)
     finally:
         swarm.stop()
@@ -106,6 +112,7 @@ def figures(folder: Path) -> list[Figure]:
             unit="s",
             anchor=f"wall clock, median of {NUM_STATUS}, slowest {max(times):.2f} s",
         ),
+        reported("an interpreter that does nothing", bare_s, unit="s", anchor="the same, just after"),
         at_least("engine and directory ran", num_children, 2, anchor="or nothing could be left of them"),
         at_most("processes left", num_left, 0, anchor=kept),
         reported("all gone after", took_s, unit="s", anchor="looked at every 0.1 s"),
