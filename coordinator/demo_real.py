@@ -87,7 +87,7 @@ class RealSettings:
     num_versions: int = 10
     groups: int = 8
     group_size: int = 8
-    max_lag: int = 2
+    max_lag: int = 1
     lr: float = 1e-5
     dynamic_sampling: bool = False
     evaluate_every: int = 5

@@ -29,9 +29,9 @@ Z_95 = 1.96
 
 SETTINGS = RealSettings(
     num_versions=60,
-    groups=16,
+    groups=24,
     group_size=8,
-    max_lag=2,
+    max_lag=1,
     lr=1e-5,
     evaluate_every=10,
     num_held_out=64,
