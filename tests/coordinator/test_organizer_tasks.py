@@ -142,8 +142,8 @@ async def test_another_content_ends_a_run_that_has_begun(folder: Path, make_home
     write_rows(folder / "rows.jsonl", ROWS)
     async with started() as (grader, _):
         write_rows(folder / "rows.jsonl", ROWS[1:])
-        assert grader._child is not None
-        await grader._child.terminate(deadline_s=2.0)
+        assert grader._warm.child is not None
+        await grader._warm.child.terminate(deadline_s=2.0)
         with pytest.raises(UsageError, match="changed while it ran"):
             await grader.prompts([TaskKey("rows", 7, 50)])
         write_rows(folder / "rows.jsonl", ROWS)
