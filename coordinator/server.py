@@ -181,8 +181,9 @@ class Coordinator:
         await control.start()
         await join.start()
         parts = [
-            self._carry_out(announcer), scoring.run(), self.pieces.run(), self._tick(), self._follow_directory(),
-            self._renew(leaf), serve_http(app, status), canary.watch(grader), _until_cancelled(control, join),
+            self._carry_out(announcer), scoring.run(), self.pieces.run(), self._tick(), self._renew(leaf),
+            self._follow_directory(announcer), serve_http(app, status), canary.watch(grader),
+            _until_cancelled(control, join),
         ]  # fmt: skip
         started = [tasks.create_task(part) for part in parts]
         self._home.write_addresses(self.addresses)
@@ -240,11 +241,12 @@ class Coordinator:
             await asyncio.sleep(LEAF_RENEWAL_S)
             leaf.replace(self_issued_leaf(self._home.identity, now_ms=self._clock()))
 
-    async def _follow_directory(self) -> None:
+    async def _follow_directory(self, announcer: Announcer) -> None:
         """Keeps a bootstrap in the DHT, and learns from it what nodes can do; without the library it says so once."""
         while True:
             try:
                 self._directory = await self._start_directory()
+                self.sessions.broadcast(announcer.welcome())  # whoever came before it was up learns where it is
                 await self._read_directory(self._directory)
             except (HexcombError, TimeoutError) as error:
                 log.warning("no directory", why=str(error))

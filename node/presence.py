@@ -136,7 +136,7 @@ class Presence:
         self._directory = directory
         log.info("directory up", addresses=list(directory.multiaddrs))
         dying = asyncio.create_task(directory.wait_closed())
-        publishing = asyncio.create_task(self._publish(directory))
+        publishing = asyncio.create_task(self._publish(directory, dialled=start.bootstraps))
         try:
             await asyncio.wait({dying, publishing}, return_when=asyncio.FIRST_COMPLETED)
             if publishing.done():
@@ -148,10 +148,11 @@ class Presence:
             publishing.cancel()
             await directory.terminate(deadline_s=3.0)
 
-    async def _publish(self, directory: Directory) -> None:
-        """A fresh record every `PUBLISH_EVERY_S`, and at once when role, versions or endpoints change."""
+    async def _publish(self, directory: Directory, *, dialled: tuple[str, ...]) -> None:
+        """A fresh record every `PUBLISH_EVERY_S`, and at once when role, versions or endpoints change. `dialled` are
+        the bootstraps that the child was started with; others may have been named while it started."""
         told: Record | None = None
-        told_s, dialled, clock_ms = 0.0, self._joined().bootstraps, 0
+        told_s, clock_ms = 0.0, 0
         while True:
             ticks = self._state.ticks
             dialled = await self._dial_new(directory, dialled)

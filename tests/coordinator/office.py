@@ -92,7 +92,7 @@ class Clock:
 class LonelyCoordinator(Coordinator):
     """A coordinator that keeps out of the DHT."""
 
-    async def _follow_directory(self) -> None:
+    async def _follow_directory(self, announcer: object) -> None:
         await asyncio.Event().wait()
 
 

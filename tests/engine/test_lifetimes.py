@@ -33,7 +33,8 @@ pytestmark = [
 def engine_processes() -> set[psutil.Process]:
     """Children of this process, but for the helper of multiprocessing, which ends with its owner."""
     children = psutil.Process().children(recursive=True)
-    return {child for child in children if "resource_tracker" not in " ".join(child.cmdline())}
+    living = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return {child for child in living if "resource_tracker" not in " ".join(child.cmdline())}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -65,7 +65,7 @@ async def test_an_engine_takes_what_the_machine_has(
     tied_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2048 bytes a token, so that 32 MiB are 16384 tokens, nine tenths of them for 35 samples of up to 13 blocks."""
-    monkeypatch.setattr(measured, "device_memory", lambda share: Memory(1 << 30, 2.0, 0.25 * share, 32 << 20))
+    monkeypatch.setattr(measured, "device_memory", lambda share, **_: Memory(1 << 30, 2.0, 0.25 * share, 32 << 20))
     engine = measured_engine(max_num_seqs=64)
     await engine.start(tied_model.folder, Version(0), tied_model.files["A"])
     assert engine.max_num_seqs == 35
@@ -73,12 +73,12 @@ async def test_an_engine_takes_what_the_machine_has(
     assert {len(sample.token_ids) for sample in samples.values()} == {20}
     await engine.close()
     small = Memory(8 << 20, 2.0, 0.25, 64 << 20)
-    monkeypatch.setattr(measured, "device_memory", lambda share: small)
+    monkeypatch.setattr(measured, "device_memory", lambda share, **_: small)
     engine = measured_engine(max_num_seqs=64)
     await engine.start(tied_model.folder, Version(0), tied_model.files["A"])
     assert (engine.max_num_seqs, engine._facts.max_len) == (1, 160)
     await engine.close()
-    monkeypatch.setattr(measured, "device_memory", lambda share: Memory(6 << 20, 2.0, 0.25, 64 << 20))
+    monkeypatch.setattr(measured, "device_memory", lambda share, **_: Memory(6 << 20, 2.0, 0.25, 64 << 20))
     with pytest.raises(ModelRefusedError, match="too large for this machine"):
         await measured_engine(max_num_seqs=64).start(tied_model.folder, Version(0), tied_model.files["A"])
 

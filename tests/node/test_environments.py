@@ -84,6 +84,6 @@ async def _ignore(event: msgspec.Struct) -> None:
 
 
 def test_an_owner_names_only_what_there_is() -> None:
-    assert check_settings({"environments": []}, source="x").environments == []
+    assert check_settings({"environments": []}, source="x").environments == ()
     with pytest.raises(UsageError, match="environments"):
         check_settings({"environments": ["organizer"]}, source="x")
