@@ -28,7 +28,7 @@ LEAST_GAIN = 0.10
 Z_95 = 1.96
 
 SETTINGS = RealSettings(
-    num_versions=60,
+    num_versions=40,
     groups=24,
     group_size=8,
     max_lag=1,
