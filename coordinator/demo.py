@@ -45,6 +45,7 @@ class DemoPlan:
     chaos: tuple[tuple[int, str], ...] = ()
     target: float = TARGET_ACCURACY
     base_deadline_s: float = START_DEADLINE_S
+    trainer_threads: int = 1
 
 
 @dataclass(slots=True)
@@ -189,8 +190,9 @@ async def start_nodes(plan: DemoPlan, swarm: Swarm, *, base: Path) -> None:
         for number, engine in enumerate(engines, 1):
             name = f"{role}-{number}"
             seed = ("--base", str(base)) if role == "trainer" else ()
+            threads = plan.trainer_threads if role == "trainer" else 1
             node_home = str(swarm.folder / name)
-            options = ("--home", node_home, "--name", name, "--engine", engine, "--threads", "1", *seed)
+            options = ("--home", node_home, "--name", name, "--engine", engine, "--threads", str(threads), *seed)
             await swarm.start(name, (program("join-swarm"), "-", *options), stdin=invite)
 
 

@@ -185,6 +185,7 @@ def make_plan(settings: RealSettings, *, base: Path) -> DemoPlan:
         deadline_s=settings.deadline_s,
         target=NEVER,
         base_deadline_s=BASE_DEADLINE_S,
+        trainer_threads=2,  # rollout nodes wait for it most of the time
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from node import program
+from node.context import Node
 from protocol.errors import UsageError
 from protocol.ids import Version
 from protocol.local_socket import Verb
@@ -38,15 +39,7 @@ def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
         return {"version": version, "root": body.root, "num_chunks": len(body.chunks), "num_bytes": body.num_bytes}
 
     async def export(request: dict[str, Any]) -> dict[str, Any]:
-        version, folder = version_in(request), Path(str(request.get("folder", "")))
-        if not folder.is_absolute():
-            raise UsageError(f"{str(folder)!a} is not an absolute path", remedy="Name the folder in full.")
-        if version not in node.versions.held:
-            await node.versions.fetch_from_peers(version, await node.presence.find_holders(version))
-            node.state.changed()
-        await node.versions.export(version, folder)
-        body = node.versions.body(version)
-        return {"version": version, "root": body.root, "folder": str(folder), "num_bytes": body.num_bytes}
+        return await export_version(node, version_in(request), Path(str(request.get("folder", ""))))
 
     async def pause(_: dict[str, Any]) -> dict[str, Any]:
         node.state.paused = "by its owner"
@@ -85,6 +78,18 @@ def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
         "down": down,
         "logs": logs,
     }
+
+
+async def export_version(node: Node, version: Version, folder: Path) -> dict[str, Any]:
+    """Writes a version as a model folder; it is fetched from peers if it is not here. Raises `UsageError`."""
+    if not folder.is_absolute():
+        raise UsageError(f"{str(folder)!a} is not an absolute path", remedy="Name the folder in full.")
+    if version not in node.versions.held:
+        await node.versions.fetch_from_peers(version, await node.presence.find_holders(version))
+        node.state.changed()
+    await node.versions.export(version, folder)
+    body = node.versions.body(version)
+    return {"version": version, "root": body.root, "folder": str(folder), "num_bytes": body.num_bytes}
 
 
 def version_in(request: dict[str, Any]) -> Version:

@@ -36,7 +36,7 @@ SETTINGS = RealSettings(
     evaluate_every=10,
     num_held_out=64,
     engines=("vllm",),
-    deadline_s=3000.0,
+    deadline_s=3600.0,
 )
 
 
