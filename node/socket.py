@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from node import program
 from node.context import Node
+from node.state import Capability
 from protocol.errors import UsageError
 from protocol.ids import Version
 from protocol.local_socket import Verb
@@ -140,14 +141,7 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "tokens": state.rate.total,
         "counts": dict(sorted(state.counts.items())),
         "leases": daemon.work.num_leases,
-        "capability": None
-        if capability is None
-        else {
-            "decode_tokens_per_s": capability.decode_tokens_per_s,
-            "train_tokens_per_s": capability.train_tokens_per_s,
-            "memory_bytes": capability.memory_bytes,
-            "device": capability.device,
-        },
+        "capability": capability and describe_capability(capability),
         "coordinator": {
             "address": node.control.address,
             "is_up": link.is_up,
@@ -160,6 +154,16 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "endpoint": state.endpoint,
         "trainer_endpoint": state.trainer_endpoint,
         "directory": {"is_up": node.presence.is_up, "num_neighbours": node.presence.num_neighbours},
+    }
+
+
+def describe_capability(capability: Capability) -> dict[str, Any]:
+    """What was measured of this machine."""
+    return {
+        "decode_tokens_per_s": capability.decode_tokens_per_s,
+        "train_tokens_per_s": capability.train_tokens_per_s,
+        "memory_bytes": capability.memory_bytes,
+        "device": capability.device,
     }
 
 
