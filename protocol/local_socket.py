@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -39,16 +40,27 @@ async def answering(path: Path, verbs: Mapping[str, Verb]) -> AsyncIterator[None
             writer.close()
 
     _remove(path)
-    before = os.umask(0o177)
-    try:
-        server = await asyncio.start_unix_server(on_connection, path, limit=MAX_LINE_BYTES)
-    finally:
-        os.umask(before)
+    server = await asyncio.start_unix_server(on_connection, sock=_bind(path), limit=MAX_LINE_BYTES)
     try:
         yield
     finally:
         server.close()
         _remove(path)
+
+
+def _bind(path: Path) -> socket.socket:
+    """A socket that is its owner's alone from the first moment. The mask is the whole process's: nothing else may run
+    while it is another one."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        bound.bind(os.fspath(path))
+    except OSError:
+        bound.close()
+        raise
+    finally:
+        os.umask(before)
+    return bound
 
 
 def _remove(path: Path) -> None:

@@ -1,8 +1,10 @@
 """The daemon's socket: answers and errors come back as they were, and a bad caller harms only itself."""
 
 import asyncio
+import contextlib
 import json
 import os
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -181,3 +183,15 @@ async def test_an_error_of_a_later_release_is_still_an_error(home: Path) -> None
         with pytest.raises(HexcombError, match=r"because later\. Update") as caught:
             await ask(home / "d.sock", "echo")
     assert not isinstance(caught.value, UsageError)
+
+
+async def test_servers_that_start_together_leave_the_mask_as_it_was(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            servers = (answering(tmp_path / str(number), {}) for number in range(8))
+            await asyncio.gather(*(stack.enter_async_context(server) for server in servers))
+            modes = {stat.S_IMODE((tmp_path / str(number)).stat().st_mode) for number in range(8)}
+        assert (os.umask(0o022), modes) == (0o022, {0o600})
+    finally:
+        os.umask(before)

@@ -159,9 +159,9 @@ async def test_no_certificate_is_refused() -> None:
         leaf_of(NODE, authority=STRANGER),
         leaf_of(NODE, authority=NODE),
         leaf_of(NODE, at_ms=now_ms() - 25 * HOUR_MS),
-        leaf_of(NODE, at_ms=now_ms() + HOUR_MS + 600_000),
+        leaf_of(NODE, at_ms=now_ms() + 7 * HOUR_MS),
     ],
-    ids=["unknown authority", "its own authority", "expired", "10 minutes in the future"],
+    ids=["unknown authority", "its own authority", "expired", "hours in the future"],
 )
 async def test_a_bad_client_leaf_is_refused(leaf: Leaf) -> None:
     async with serving(mutual()) as port:
