@@ -1,6 +1,7 @@
 """One swarm of real processes through what befalls a swarm. The tests build on each other, in the order of the file."""
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,12 @@ def test_killed_coordinator_goes_on_where_its_journal_ends(swarm: Swarm) -> None
     assert_balanced(after)
 
 
-def test_killed_trainer_costs_a_round_at_most(swarm: Swarm) -> None:
+def test_killed_trainer_that_comes_back_costs_no_version_its_bits(swarm: Swarm) -> None:
+    """Where it alone has the newest moments the run waits for it."""
     swarm.wait_for("both trainers in step", lambda: num_in_step(swarm) == 2)  # the moments are with both then
     before = swarm.status()
     swarm.signal("t2", signal.SIGKILL)
+    swarm.start("t2", [sys.executable, "-m", "node.cli", "up", "--home", str(swarm.folder / "t2")])
     after = swarm.wait_for_version(before["version"] + 2)
     assert after["num_diverged"] == 0
     assert_balanced(after)
