@@ -95,7 +95,7 @@ def test_killed_coordinator_goes_on_where_its_journal_ends(swarm: Swarm) -> None
 
 def test_killed_trainer_that_comes_back_costs_no_version_its_bits(swarm: Swarm) -> None:
     """Where it alone has the newest moments the run waits for it."""
-    swarm.wait_for("both trainers in step", lambda: num_in_step(swarm) == 2)  # the moments are with both then
+    swarm.wait_for("both trainers in step", lambda: num_in_step(swarm) == 2)
     before = swarm.status()
     swarm.signal("t2", signal.SIGKILL)
     swarm.start("t2", [sys.executable, "-m", "node.cli", "up", "--home", str(swarm.folder / "t2")])
