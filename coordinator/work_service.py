@@ -107,14 +107,13 @@ class WorkService:
         with counted(office.authority):
             check_size(len(request.progress), sum(len(progress.pieces) for progress in request.progress))
         answer, now_ms = office.pieces.receive(peer_id, request.progress), office.clock()
-        leases, soon_ms = office.authority.core.state.leases, now_ms + round(500 * office.spec.lease_s)
+        leases = office.authority.core.state.leases
         held = [(key, lease) for key in answer.lease_ids if (lease := leases.get(key)) and lease.peer_id == peer_id]
         return control_pb2.SubmitPiecesResponse(
             unwanted=answer.unwanted,
             leases=[
                 control_pb2.LeaseTime(lease_id=key, remaining_s=(lease.deadline_ms - now_ms) / 1000)
                 for key, lease in held
-                if lease.deadline_ms < soon_ms
             ],
             gaps=[control_pb2.SlotGap(slot=slot, start=start) for slot, start in answer.gaps],
         )

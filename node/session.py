@@ -144,7 +144,8 @@ class Session:
         if isinstance(order, Welcome):
             self._heartbeat_s = order.spec.heartbeat_s
             self._hurry.set()  # the writer may be waiting for longer than the run allows
-            self._note_up()
+            if not self.link.is_up:  # another one may come later, with news of the directory
+                self._note_up()
         await self._deliver(order)
 
     def _note_up(self) -> None:

@@ -586,7 +586,7 @@ class SubmitPiecesResponse(message.Message):
 
     @builtins.property
     def leases(self) -> containers.RepeatedCompositeFieldContainer[LeaseTime]:
-        """Time left of the leases that the call named, where it is less than half of what a lease may last at most."""
+        """Time left of the leases that the call named."""
 
     @builtins.property
     def gaps(self) -> containers.RepeatedCompositeFieldContainer[SlotGap]:

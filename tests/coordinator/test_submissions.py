@@ -232,3 +232,13 @@ async def test_the_state_keeps_one_segment_for_each_version(office: Office) -> N
     assert office.core.state.find(slot).segments == ((0, 4),)
     pieces = [Piece(rollout.identity.peer_id, Version(v), n, (9,), (-0.5,)) for n, v in enumerate((0, 0, 1, 3, 3, 3))]
     assert _segments_of(Rollout(slot, tuple(pieces), "stop")) == ((0, 2), (1, 1), (3, 3))
+
+
+async def test_fields_that_nobody_knows_are_not_kept(office: Office) -> None:
+    _, rollout = await office.swarm()
+    lease = await rollout.lease(1)
+    good = rollout_message(rollout.rollout(lease.slots[0].slot)).SerializeToString()
+    stuffed = control_pb2.Rollout.FromString(good + b"\xf2\x7f\x03abc")  # field 2046, three bytes
+    assert len(stuffed.SerializeToString()) > len(good)
+    assert await handed_in(rollout, lease.lease_id, stuffed) == ["ACCEPTED"]
+    assert await office.coordinator.authority.rollout_bodies([rollout.rollout(lease.slots[0].slot).slot]) == [good]
