@@ -1,7 +1,6 @@
 """One swarm of real processes through what befalls a swarm. The tests build on each other, in the order of the file."""
 
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,12 +92,11 @@ def test_killed_coordinator_goes_on_where_its_journal_ends(swarm: Swarm) -> None
     assert_balanced(after)
 
 
-def test_killed_trainer_that_comes_back_costs_no_version_its_bits(swarm: Swarm) -> None:
-    """Where it alone has the newest moments the run waits for it."""
+def test_killed_trainer_costs_a_round_at_most(swarm: Swarm) -> None:
     swarm.wait_for("both trainers in step", lambda: num_in_step(swarm) == 2)
-    before = swarm.status()
+    before = swarm.wait_for("a moment in which both have the newest moments", lambda: frozen_in_step(swarm))
     swarm.signal("t2", signal.SIGKILL)
-    swarm.start("t2", [sys.executable, "-m", "node.cli", "up", "--home", str(swarm.folder / "t2")])
+    swarm.signal("coordinator", signal.SIGCONT)
     after = swarm.wait_for_version(before["version"] + 2)
     assert after["num_diverged"] == 0
     assert_balanced(after)
@@ -113,6 +111,19 @@ def test_evaluations_are_of_committed_versions(swarm: Swarm) -> None:
 def test_nothing_is_left_after_sigterm(swarm: Swarm, tmp_path: Path) -> None:
     swarm.processes["r1"].terminate()
     assert swarm.processes.pop("r1").wait(timeout=20) == 0
+
+
+def frozen_in_step(swarm: Swarm) -> dict[str, Any]:
+    """The status, the coordinator stopped, once both trainers have the optimizer's state after the newest version on
+    their disks; else it goes on."""
+    status = swarm.status()
+    swarm.signal("coordinator", signal.SIGSTOP)
+    head = max(swarm.node("t1", "status")["head"], swarm.node("t2", "status")["head"])
+    kept = [swarm.folder / name / "optimizer" / f"v{head}.bin" for name in ("t1", "t2")]
+    if status and all(path.exists() for path in kept):
+        return status
+    swarm.signal("coordinator", signal.SIGCONT)
+    return {}
 
 
 def num_in_step(swarm: Swarm) -> int:
