@@ -27,7 +27,7 @@ from protocol.manifest import SignedManifest
 KEPT_MANIFESTS = 1000
 """Versions before the oldest that may still be needed whose manifests stay readable."""
 SNAPSHOT_EVERY = 2000
-MAX_FACTS_PER_SNAPSHOT = 50_000
+MAX_FACTS_PER_SNAPSHOT = 200_000
 """However large a snapshot is, a restart replays no more than these."""
 MIN_LOG_SHARE = 1.0
 """Bytes of facts for each byte of the snapshot before them that make a new one due."""

@@ -1,7 +1,7 @@
 """Many real connections from one process: `python -m tests.bench.connections FOLDER NUM`.
 
 Each is a node of its own, with TLS on both sides and a session that it keeps by heartbeats. Prints `open` when all have
-their role, and ends with its standard input.
+their role, ends with its standard input, and says at last how many sessions broke: `breaks N`.
 """
 
 import asyncio
@@ -38,6 +38,7 @@ async def run(folder: Path, number: int) -> None:
         sessions = await open_all(clients, tasks)
         print("open", flush=True)
         await asyncio.to_thread(sys.stdin.read)
+        print(f"breaks {sum(client.num_breaks for client in clients)}", flush=True)
         for session in sessions:
             session.cancel()
 

@@ -72,7 +72,6 @@ class Measured:
     bad: dict[str, int]
     num_late: int
     num_versions: int
-    num_refused: int
     lateness_p99_s: float
     heartbeats_planned: float
     pieces_planned: float
@@ -183,7 +182,7 @@ async def measure(town: Town, crowd: Crowd, *, crowd_share: float) -> Measured:
     gc.collect()
     lateness_s, opened = list[float](), list[int]()
     crowd.tally = tally = type(crowd.tally)()
-    rss, refused, head = process.memory_info().rss, town.authority.refusals.total(), crowd.head[0]
+    rss, head = process.memory_info().rss, crowd.head[0]
     print("measuring", flush=True)
     cpu_s, began_s, before = time.process_time(), time.monotonic(), claims["granted"]
     await granted(town, before + NUM_LEASES, lateness_s=lateness_s, opened=opened)
@@ -205,7 +204,6 @@ async def measure(town: Town, crowd: Crowd, *, crowd_share: float) -> Measured:
         bad=dict(tally.bad),
         num_late=tally.num_late,
         num_versions=crowd.head[0] - head,
-        num_refused=town.authority.refusals.total() - refused,
         lateness_p99_s=sorted(lateness_s)[int(0.99 * len(lateness_s))],
         heartbeats_planned=seconds * NUM_NODES / HEARTBEAT_S,
         pieces_planned=seconds * NUM_NODES * LEASES_A_NODE / PIECE_S,
@@ -223,7 +221,7 @@ async def run(folder: Path) -> None:
     crowd_share = await rehearse(numbers)
     gc.collect()
     server.raise_file_limit()
-    server.collect_seldom()
+    server.tune_interpreter()
     base, home, stop = write_base(folder / "base"), CoordinatorHome.ensure(folder / "home"), asyncio.Event()
     content = run_content(base, group_size=8, heartbeat_s=HEARTBEAT_S)
     content |= {"batch": BATCH, "sampling": {"max_new_tokens": PIECE_TOKENS * MAX_PIECES}}

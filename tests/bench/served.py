@@ -23,7 +23,7 @@ import uvloop
 from coordinator.core.events import InviteCreated, InviteRedeemed
 from coordinator.grader import Grader
 from coordinator.home import CoordinatorHome
-from coordinator.server import Coordinator, clock_ms, collect_seldom, raise_file_limit
+from coordinator.server import Coordinator, clock_ms, raise_file_limit, tune_interpreter
 from coordinator.settings import parse_run_file
 from protocol.certificates import certificate_request, issue_leaf, new_leaf_key, self_issued_leaf
 from protocol.grpc_options import SERVER_OPTIONS
@@ -93,7 +93,7 @@ async def enrol(
 async def serve_coordinator(folder: Path, num_nodes: int, *, group_size: int, heartbeat_s: float) -> None:
     """A coordinator until standard input ends."""
     raise_file_limit()
-    collect_seldom()
+    tune_interpreter()
     base, home, stop = write_base(folder / "base"), CoordinatorHome.ensure(folder / "home"), asyncio.Event()
     run = parse_run_file(run_content(base, group_size=group_size, heartbeat_s=heartbeat_s))
     coordinator = LonelyCoordinator(home, run)
@@ -121,7 +121,7 @@ async def serve_coordinator(folder: Path, num_nodes: int, *, group_size: int, he
 async def serve_echo(folder: Path) -> None:
     """A server that gives every message back, until standard input ends. It shows a leaf of the same run."""
     raise_file_limit()
-    collect_seldom()
+    tune_interpreter()
     home = CoordinatorHome.open(folder / "home")
     leaf = ServedLeaf(self_issued_leaf(home.identity, now_ms=clock_ms()))
     server = grpc.aio.server(options=SERVER_OPTIONS)
