@@ -12,7 +12,7 @@ from pathlib import Path
 from coordinator.home import CoordinatorHome
 from coordinator.journal_reader import JournalReader
 from coordinator.settings import read_run_file
-from node.rollout.worker import _max_model_len
+from node.rollout.worker import PROMPT_ROOM, _max_model_len
 from protocol.gym_tasks import make_environment
 from protocol.ids import Version
 from protocol.rollout import Rollout
@@ -49,7 +49,7 @@ control_port = 0
 dht_port = 0
 status_port = 0
 """
-LOOK_S = 0.02
+LOOK_S = 0.1
 START_DEADLINE_S, FILL_DEADLINE_S = 180.0, 600.0
 MAX_NUM_SEQS = 64
 """What the daemon's engine takes at once; four groups of 16 are a new node's first allowance, so that it is full from
@@ -121,7 +121,7 @@ def _work(base: Path, spec: RunSpec, prompts: list[tuple[int, ...]], seeds: list
     return Work(
         model_dir=str(base),
         weights=str(next(base.glob("*.safetensors"))),
-        max_model_len=_max_model_len(base, spec.sampling),
+        max_model_len=_max_model_len(base, spec.sampling, PROMPT_ROOM),
         max_num_seqs=MAX_NUM_SEQS,
         max_new_tokens=spec.sampling.max_new_tokens,
         stop_ids=list(spec.sampling.stop_ids),
