@@ -17,6 +17,8 @@ pytestmark = pytest.mark.timeout(300)
 
 NODES = ("r1", "r2")
 MAX_KILLS = 5
+NUM_COMPARED = 48
+"""Rollouts, those that moved first."""
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def test_killed_node_costs_no_token_that_had_come(folder: Path) -> None:
     finally:
         swarm.stop()
 
-    outcome = resume.outcome_of(home, num_kills=1, num_rollouts=10_000)
+    outcome = resume.outcome_of(home, num_kills=1, num_rollouts=NUM_COMPARED)
     expected = asyncio.run(resume.uninterrupted(outcome, base, temperature=1.0))  # checks signatures, too
     assert outcome.moves
     for rollout in outcome.rollouts:
