@@ -79,6 +79,12 @@ bench-coordinator: setup ## figures of the coordinator against their thresholds 
 .PHONY: bench-rollout
 bench-rollout: setup ## figures of the rollout daemon against a bare engine (about fifteen minutes); PARTS="tiny real swap" for some
 	@$(BIN)/python -m tests.bench.rollout $(PARTS)
+
+.PHONY: bench-gpu
+bench-gpu: ## on a machine with CUDA, in .venv-gpu: the seeded noise bit for bit, and demo-real on the GPU
+	@bash deploy/setup.sh --venv .venv-gpu gpu,real,dev
+	@.venv-gpu/bin/python -m tests.bench.gpu
+
 .PHONY: bench-node
 bench-node: setup ## what a node costs its owner: memory, the time of `hexcomb status`, what a kill leaves (a minute)
 	@$(BIN)/python -m tests.bench.node

@@ -54,8 +54,17 @@ def gumbel_like(logits_BV: "torch.Tensor", *, seeds: Sequence[int], positions: S
     vocab_size = logits_BV.shape[1]
     if logits_BV.device.type == "cpu":
         return torch.from_numpy(gumbel(seeds, positions, vocab_size=vocab_size))
-    prefix_B1 = torch.from_numpy(_prefix(seeds, positions).astype(np.int64)).to(logits_BV.device)[:, None]
-    token_key_V = torch.from_numpy(_token_keys(vocab_size).astype(np.int64)).to(logits_BV.device)
+    return gumbel_on(logits_BV.device, seeds, positions, vocab_size=vocab_size)
+
+
+def gumbel_on(
+    device: "torch.device", seeds: Sequence[int], positions: Sequence[int], *, vocab_size: int
+) -> "torch.Tensor":
+    """`gumbel`, computed by torch on `device`."""
+    import torch
+
+    prefix_B1 = torch.from_numpy(_prefix(seeds, positions).astype(np.int64)).to(device)[:, None]
+    token_key_V = torch.from_numpy(_token_keys(vocab_size).astype(np.int64)).to(device)
     return _gumbel_torch(prefix_B1, token_key_V)
 
 
