@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,9 @@ from hypothesis import settings
 
 MARK = "HEXCOMB_TEST_RUN"
 GRACE_S = 5.0
+TESTS = Path(__file__).parent
+OF_PROCESSES = ("directory", "engine", "network", "soak")
+left_behind: list[str] = []
 
 os.environ[MARK] = secrets.token_hex(8)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -84,10 +88,29 @@ def is_helper(process: psutil.Process) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails the run, and ends the processes, if any outlived their tests."""
+    """Fails the run, and ends the processes, if any outlived their tests. A worker tells the process that leads it."""
+    found = list[str]()
     for process in leftover_processes():
         with process.oneshot():
-            words = " ".join(process.cmdline())[:200]
-        print(f"\nLEFT BEHIND: process {process.pid}: {words}")
+            found.append(f"process {process.pid}: {' '.join(process.cmdline())[:200]}")
         process.kill()
+    told: dict[str, list[str]] | None = getattr(session.config, "workeroutput", None)
+    if told is not None:
+        told["left_behind"] = found
+        return
+    for line in found + left_behind:
+        print(f"\nLEFT BEHIND: {line}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker told at its end; one that crashed told nothing, which fails the run anyway."""
+    left_behind.extend(getattr(node, "workeroutput", {}).get("left_behind", []))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one folder run in one worker, and those that start swarms and engines never beside one another."""
+    for item in items:
+        area = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        item.add_marker(pytest.mark.xdist_group("processes" if area in OF_PROCESSES else area))

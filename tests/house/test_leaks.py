@@ -29,8 +29,9 @@ def test_clean():
 """
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize(("source", "status"), [(CHILD, 1), (ORPHAN, 1), (CLEAN, 0)], ids=["child", "orphan", "clean"])
-def test_leftover_processes_fail_the_run(tmp_path: Path, source: str, status: int) -> None:
+def test_leftover_processes_fail_the_run(tmp_path: Path, source: str, status: int, workers: str) -> None:
     text = (ROOT / "tests" / "conftest.py").read_text().replace("GRACE_S = 5.0", "GRACE_S = 0.2")
     (tmp_path / "conftest.py").write_text(text)
     (tmp_path / "test_sample.py").write_text(source)
@@ -40,6 +41,8 @@ def test_leftover_processes_fail_the_run(tmp_path: Path, source: str, status: in
         "-m",
         "pytest",
         "-q",
+        "-n",
+        workers,
         "-p",
         "no:cacheprovider",
         "--rootdir",
