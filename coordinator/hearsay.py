@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from coordinator.core.events import Capability, Presence
+from coordinator.core.events import ANY_ROLE, Capability, Presence
 from protocol.canary import NUM_SCORED_TOKENS
 from protocol.endpoint import parse_endpoint
 from protocol.ids import Digest, Version
@@ -26,6 +26,7 @@ _TEXT = re.compile(r"[^A-Za-z0-9 ._()/+:,-]")
 def presence_of(message: control_pb2.Hello | control_pb2.Heartbeat, before: Presence | None) -> Presence:
     """The node as its latest message leaves it; a heartbeat keeps what only the hello says."""
     if isinstance(message, control_pb2.Hello):
+        said = message.allowed_roles
         return Presence(
             version=Version(-1),
             root=Digest(""),
@@ -37,6 +38,7 @@ def presence_of(message: control_pb2.Hello | control_pb2.Heartbeat, before: Pres
             engine="",
             name=message.name if _NAME.fullmatch(message.name) else "",
             unwilling=_text(message.unwilling),
+            allowed_roles=tuple(role for role in ANY_ROLE if not said or role in said),
         )
     assert before is not None
     return Presence(
@@ -50,6 +52,7 @@ def presence_of(message: control_pb2.Hello | control_pb2.Heartbeat, before: Pres
         engine=_text(message.engine),
         name=before.name,
         unwilling=_text(message.unwilling),
+        allowed_roles=before.allowed_roles,
     )
 
 

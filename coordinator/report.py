@@ -32,11 +32,13 @@ class RefusalReport(BaseModel):
 class NodeReport(BaseModel):
     """One node; rates are tokens per second: `tokens_per_s` is now, `measured_tokens_per_s` is what the coordinator
     measured from accepted rollouts, the others are the node's own measurements. `failure` is the share of its slots
-    that it failed to fill (0 to 1); `refused` is empty where it last got work."""
+    that it failed to fill (0 to 1); `refused` is empty where it last got work; `allowed_roles` are those that both its
+    invite and its owner allow."""
 
     peer_id: str
     name: str
     role: str
+    allowed_roles: list[str]
     state: Literal["live", "lost"]
     version: int
     tokens_per_s: float

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from coordinator.authority import Authority
-from coordinator.core.events import Capability, Presence
+from coordinator.core.events import ANY_ROLE, Capability, InviteRole, Presence
+from coordinator.core.roles import Candidate
 from coordinator.core.state import State, VersionRecord
 from coordinator.report import (
     BooksReport,
@@ -31,6 +32,7 @@ class _Known(NamedTuple):
     """All that the report of a node is made of."""
 
     role: str
+    invite_role: InviteRole
     presence: Presence | None
     capability: Capability | None
     refusal: Refusal | None
@@ -113,6 +115,7 @@ class Reporter:
         sighting, node = soft.live.get(peer_id), state.nodes[peer_id]
         known = _Known(
             role=state.roles.get(peer_id, "idle"),
+            invite_role=node.invite_role,
             presence=sighting.presence if sighting else None,
             capability=soft.capabilities.get(peer_id),
             refusal=self._refused.get(peer_id),
@@ -129,10 +132,12 @@ class Reporter:
 
 def _node_report(peer_id: PeerId, known: _Known) -> NodeReport:
     presence, capability, refusal = known.presence, known.capability, known.refusal
+    wish = presence.allowed_roles if presence else ANY_ROLE
     return NodeReport(
         peer_id=peer_id,
         name=(presence.name if presence else "") or peer_id[-8:],
         role=known.role,
+        allowed_roles=list(Candidate(peer_id, known.invite_role, None, None, wish=wish).may),
         state="live" if presence else "lost",
         version=presence.version if presence else -1,
         tokens_per_s=presence.tokens_per_s if presence else 0.0,

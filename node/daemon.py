@@ -236,7 +236,8 @@ class Daemon:
                 assert_never(order)
 
     def _note_role(self, order: RoleAssigned) -> None:
-        """Takes the role, unless the owner allows another one alone: then the node passes weights on."""
+        """Takes the role, unless the owner allows another one alone, which a coordinator that is older does not know:
+        then the node passes weights on."""
         role, reason, wish = order.role, order.reason, self.node.settings.role
         if wish not in ("auto", role) and role != "idle":
             role, reason = "idle", f"its owner allows only {wish}, and the coordinator wants a {order.role}"

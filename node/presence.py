@@ -68,6 +68,7 @@ class Presence:
             capability=self._capability(),
             boot_id=self._boot_id,
             unwilling=self._state.unwilling[:200],
+            allowed_roles=() if self._settings.role == "auto" else (self._settings.role,),
         )
 
     def heartbeat(self) -> control_pb2.Heartbeat:

@@ -10,8 +10,10 @@ from typing import Literal
 
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, SlotKey, Version
 from protocol.manifest import Body
+from protocol.run import Role
 
 InviteRole = Literal["auto", "trainer", "rollout"]
+ANY_ROLE: tuple[Role, ...] = ("trainer", "rollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Capability:
 @dataclass(frozen=True, slots=True)
 class Presence:
     """What the last sign of life said. `version` is -1 while nothing is loaded; endpoints are host:port or empty;
-    `unwilling` is why the node's owner wants no work for it now."""
+    `unwilling` is why the node's owner wants no work for it now, `allowed_roles` what the owner lets it do at all."""
 
     version: Version
     root: Digest
@@ -42,6 +44,7 @@ class Presence:
     engine: str
     name: str = ""
     unwilling: str = ""
+    allowed_roles: tuple[Role, ...] = ANY_ROLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
 """Who trains and who generates: one pure function from measured rates to roles.
 
-Invariants: the answer depends on nothing but its arguments, ties are broken by peer id; a living node keeps its role as
-long as its owner lets it work, with three exceptions that keep the swarm going: the best rollout node takes the seat of
-a lost trainer if another rollout node remains; it changes places with a trainer whose rounds fail; and the slowest
-trainer generates if no rollout node is left. A trainer must be reachable and must have a training rate. A node alone
+Invariants: the answer depends on nothing but its arguments, ties are broken by peer id; no node is given a role that
+its invite or its owner does not allow; a living node keeps its role as long as its owner lets it work in it, with
+three exceptions that keep the swarm going: the best rollout node takes the seat of a lost trainer if another
+rollout node remains; it changes places with a trainer whose rounds fail; and the slowest trainer generates if no
+rollout node is left and another one can train. A trainer must be reachable and must have a training rate. A node alone
 becomes trainer if it can: the role whose work (fetch, warm up) takes longest.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from coordinator.core.events import Capability, InviteRole
+from coordinator.core.events import ANY_ROLE, Capability, InviteRole
 from protocol.ids import PeerId
 from protocol.run import Role
 
@@ -18,7 +19,8 @@ from protocol.run import Role
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A living node. One whose `capability` is not known (again) yet keeps its role and gets no other; one whose owner
-    wants no work for it (`unwilling` says why) is idle until that is over."""
+    wants no work for it (`unwilling` says why) is idle until that is over. `allowed` is the invite's limit, `wish` what
+    the owner lets it do."""
 
     peer_id: PeerId
     allowed: InviteRole
@@ -26,24 +28,30 @@ class Candidate:
     role: Role | None
     is_failing: bool = False
     unwilling: str = ""
+    wish: tuple[Role, ...] = ANY_ROLE
+
+    @property
+    def may(self) -> tuple[Role, ...]:
+        """Roles that both invite and owner allow."""
+        return tuple(role for role in self.wish if self.allowed in ("auto", role))
 
     @property
     def can_train(self) -> bool:
         """Whether it may be given a trainer's seat."""
         known = self.capability
         fit = known is not None and known.reachable and known.train_tokens_per_s > 0
-        return fit and self.allowed != "rollout" and not self.is_failing
+        return fit and "trainer" in self.may and not self.is_failing
 
     @property
     def can_generate(self) -> bool:
         """Whether it may be given rollouts to fill."""
-        return self.allowed != "trainer" and self.capability is not None
+        return "rollout" in self.may and self.capability is not None
 
     @property
     def rank(self) -> tuple[bool, float, PeerId]:
         """Best trainer first: who may do nothing else, then who trains fastest."""
         rate = self.capability.train_tokens_per_s if self.capability else 0.0
-        return (self.allowed != "trainer", -rate, self.peer_id)
+        return ("rollout" in self.may, -rate, self.peer_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,11 @@ def decide_roles(
     """The roles that change, by node. `num_vacant_seats` counts lost trainers that were not replaced yet."""
     given = {c.peer_id: Given("idle", c.unwilling) for c in candidates if c.unwilling and c.role != "idle"}
     candidates = [c for c in candidates if not c.unwilling]
+    refused = [
+        c for c in candidates if c.role not in (*c.wish, "idle", None)
+    ]  # what they were given under another wish
+    num_vacant_seats += sum(c.role == "trainer" for c in refused)
+    candidates = [replace(c, role=None) if c in refused else c for c in candidates]
     wanted = wanted_trainers(len(candidates), num_trainers=num_trainers, num_rollouts=num_rollouts)
     trainers = [c for c in candidates if c.role == "trainer"]
     rollouts = [c for c in candidates if c.role == "rollout"]
@@ -93,7 +106,8 @@ def decide_roles(
 
     _replace_failing(given, trainers, rollouts)
     _fill_vacancy(given, trainers, rollouts, num_seats=min(wanted - len(trainers), num_vacant_seats))
-    _keep_one_generating(given, trainers, rollouts, num_rollouts=num_rollouts)
+    spare = [c for c in free if c.peer_id not in given and c.can_train]
+    _keep_one_generating(given, trainers, rollouts, spare, num_rollouts=num_rollouts)
     for node in free:
         if node.peer_id not in given and node.role is None:
             given[node.peer_id] = Given("idle", _why_idle(node))
@@ -132,16 +146,24 @@ def _keep_one_generating(
     given: dict[PeerId, Given],
     trainers: list[Candidate],
     rollouts: list[Candidate],
+    spare: list[Candidate],
     *,
     num_rollouts: int | None,
 ) -> None:
+    """The slowest trainer that may generates, if nobody else does and another one trains, or can instead."""
     able = sorted((c for c in trainers if c.can_generate), key=lambda c: c.rank)
-    if rollouts or num_rollouts == 0 or len(trainers) < 2 or not able:
+    if rollouts or num_rollouts == 0 or not able or len(trainers) + len(spare) < 2:
         return
+    if len(trainers) < 2:
+        given[spare[0].peer_id] = Given("trainer", "takes the seat of one that can generate, too")
     given[able[-1].peer_id] = Given("rollout", "no other node is left to generate")
 
 
 def _why_idle(node: Candidate) -> str:
-    if node.allowed == "trainer" and not node.can_train:
+    if not node.may:
+        return (
+            f"invite and owner allow no role in common: {node.allowed}; {' or '.join(node.wish) or 'none known here'}"
+        )
+    if node.may == ("trainer",) and not node.can_train:
         return "a trainer must be reachable and have a training rate"
     return "enough nodes do what this one may do"

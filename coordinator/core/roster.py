@@ -7,13 +7,14 @@ heartbeats and `RETURN_MS` to come back.
 
 from coordinator.core.apply import STRIKES_TO_FAIL
 from coordinator.core.effects import AssignRole
-from coordinator.core.events import CapabilityLearned, NodeSeen, SessionEnded
+from coordinator.core.events import ANY_ROLE, CapabilityLearned, NodeSeen, Presence, SessionEnded
 from coordinator.core.facts import LeaseExtended, NodeLost, RoleGiven
 from coordinator.core.returns import close_all, leases_by_peer
 from coordinator.core.roles import Candidate, decide_roles
 from coordinator.core.soft import Sighting
 from coordinator.core.turn import Turn
 from protocol.ids import LeaseId, PeerId
+from protocol.run import Role
 
 HEARTBEATS_TO_LOSS = 3
 HEARTBEATS_AFTER_BREAK = 2
@@ -29,7 +30,7 @@ def see(turn: Turn, event: NodeSeen) -> None:
     if before is None:
         turn.soft.newcomer_ms = turn.now_ms
         turn.soft.roles_dirty = True
-    elif bool(before.presence.unwilling) != bool(event.presence.unwilling):
+    elif _wishes(before.presence) != _wishes(event.presence):
         turn.soft.roles_dirty = True
 
 
@@ -120,6 +121,7 @@ def assign_roles(turn: Turn) -> None:
             state.roles.get(peer),
             is_failing=state.nodes[peer].num_strikes >= STRIKES_TO_FAIL,
             unwilling=_unwilling(turn, peer),
+            wish=soft.live[peer].presence.allowed_roles if peer in soft.live else ANY_ROLE,
         )
         for peer in peers
     ]
@@ -135,6 +137,11 @@ def assign_roles(turn: Turn) -> None:
             close_all(turn, peer_id, held, "returned", reason="its role changed", is_fault=False)
         turn.emit(RoleGiven(peer_id, given.role, given.reason))
         turn.ask(AssignRole(peer_id, given.role, given.reason))
+
+
+def _wishes(presence: Presence) -> tuple[bool, tuple[Role, ...]]:
+    """What of an owner's word matters to the roles."""
+    return bool(presence.unwilling), presence.allowed_roles
 
 
 def _unwilling(turn: Turn, peer_id: PeerId) -> str:

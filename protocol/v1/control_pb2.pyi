@@ -63,6 +63,7 @@ class Hello(message.Message):
     NAME_FIELD_NUMBER: builtins.int
     BOOT_ID_FIELD_NUMBER: builtins.int
     UNWILLING_FIELD_NUMBER: builtins.int
+    ALLOWED_ROLES_FIELD_NUMBER: builtins.int
     program: builtins.str
     """Version of the program."""
     endpoint: builtins.str
@@ -83,6 +84,10 @@ class Hello(message.Message):
     def capability(self) -> common_pb2.Capability:
         """What the node measured; absent if it is told through the DHT alone."""
 
+    @builtins.property
+    def allowed_roles(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Roles that the node's owner allows, of "trainer" and "rollout"; none named = any. The invite's limit holds besides."""
+
     def __init__(
         self,
         *,
@@ -94,10 +99,11 @@ class Hello(message.Message):
         name: builtins.str = ...,
         boot_id: builtins.str = ...,
         unwilling: builtins.str = ...,
+        allowed_roles: abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["boot_id", b"boot_id", "capability", b"capability", "dht_addresses", b"dht_addresses", "endpoint", b"endpoint", "name", b"name", "program", b"program", "trainer_endpoint", b"trainer_endpoint", "unwilling", b"unwilling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["allowed_roles", b"allowed_roles", "boot_id", b"boot_id", "capability", b"capability", "dht_addresses", b"dht_addresses", "endpoint", b"endpoint", "name", b"name", "program", b"program", "trainer_endpoint", b"trainer_endpoint", "unwilling", b"unwilling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,8 +7,18 @@ from typing import Any, cast
 import pytest
 
 from node.presence import Presence
+from node.settings import NodeSettings, RoleWish
+from node.state import NodeState
 
 DEADLINE_S = 10.0
+
+
+@pytest.mark.parametrize(("role", "said"), [("auto", []), ("trainer", ["trainer"]), ("rollout", ["rollout"])])
+def test_the_hello_says_what_the_owner_allows(role: RoleWish, said: list[str]) -> None:
+    presence = cast(Any, Presence.__new__(Presence))
+    presence._settings, presence._state = NodeSettings(role=role), NodeState()
+    presence._directory, presence._boot_id = None, "boot"
+    assert list(presence.hello().allowed_roles) == said
 
 
 @pytest.mark.parametrize(("started_with", "is_dialled"), [((), True), (("there",), False)])

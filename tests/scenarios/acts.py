@@ -11,7 +11,7 @@ from coordinator.core.handle import Core
 from coordinator.core.replies import Grant
 from protocol.errors import HexcombError
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, Version
-from protocol.run import EnvironmentSpec
+from protocol.run import EnvironmentSpec, Role
 from tests.coordinator.world import BASE, make_body, make_rules
 from tests.scenarios.phrases import seconds_word, slot_word
 from tests.scenarios.stage import Actor, Stage, StoryError
@@ -20,6 +20,7 @@ from tests.scenarios.tokens import Tokens, behind, edges, merged, tokens_of
 STEP_MS = 500
 MAX_LEASES = 200
 ROLES: dict[str, e.InviteRole] = {"auto": "auto", "trainer": "trainer", "rollout": "rollout"}
+WISHES: dict[str, tuple[Role, ...]] = {"auto": e.ANY_ROLE, "trainer": ("trainer",), "rollout": ("rollout",)}
 
 
 class SwarmActs(Stage):
@@ -47,14 +48,21 @@ class SwarmActs(Stage):
             self.do_join(name, "trainer" if name.startswith("t") else "rollout")
         self.do_load("all")
 
-    def do_join(self, name: str, allowed: str = "auto", rate: str = "100") -> None:
-        """`join r0 rollout rate=50`: a node enrols, says hello and what it can do, in tokens per second."""
+    def do_join(self, name: str, allowed: str = "auto", rate: str = "100", wish: str = "auto") -> None:
+        """`join r0 rollout rate=50 wish=rollout`: a node enrols with an invite for that role, says hello, what its
+        owner allows and what it can do, in tokens per second."""
         self.is_outline = True
         invite_id, peer_id = InviteId(f"invite-{allowed}"), PeerId(name)
         if invite_id not in self.core.state.invites:
             self.do(e.InviteCreated(invite_id, "00", 1000, self.now_ms + 10**9, ROLES[allowed]))
         self.do(e.InviteRedeemed(invite_id, peer_id))
-        self.actors[name] = Actor(float(rate))
+        self.actors[name] = Actor(float(rate), wish=WISHES[wish])
+        self._hello(name)
+
+    def do_wish(self, name: str, wish: str) -> None:
+        """`wish r0 trainer`: a node starts anew, and its owner allows another role."""
+        self.do(e.SessionEnded(PeerId(name)))
+        self.actors[name] = replace(self.actors[name], wish=WISHES[wish], version=-1, root=Digest(""))
         self._hello(name)
 
     def _hello(self, name: str) -> None:

@@ -4,7 +4,7 @@ After every event the books are checked, and a refusal must leave the state as i
 and read as the journal does it, must give the same state, byte for byte.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.core import effects as a
 from coordinator.core import events as e
@@ -15,6 +15,7 @@ from coordinator.core.replies import Reply
 from coordinator.core.state import encode_state
 from protocol.errors import HexcombError
 from protocol.ids import Digest, LeaseId, PeerId, SlotKey, Version
+from protocol.run import Role
 from tests.coordinator.world import make_rules
 from tests.scenarios import phrases
 
@@ -38,6 +39,7 @@ class Actor:
     root: Digest = NOTHING
     is_stuck: bool = False
     is_silent: bool = False
+    wish: tuple[Role, ...] = e.ANY_ROLE
 
 
 class Stage:
@@ -89,6 +91,7 @@ class Stage:
         trains = self.core.state.roles.get(PeerId(name)) == "trainer"
         loaded, endpoint = Version(actor.version), f"{name}:1" if trains else ""
         presence = e.Presence(loaded, actor.root, (loaded,), f"{name}:2", endpoint, "busy", 1.0, "test")
+        presence = replace(presence, allowed_roles=actor.wish)
         self.do(e.NodeSeen(PeerId(name), presence))
 
     def tell(self, *, stamp: str = "") -> None:
