@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from node import program
 from node.context import Node
+from node.holders import why_unheld
 from node.state import Capability
-from protocol.errors import UsageError
+from protocol.errors import ChunkMissingError, UnreachableError, UsageError
 from protocol.ids import Version
 from protocol.local_socket import Verb
 
@@ -33,10 +34,8 @@ def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
 
     async def fetch(request: dict[str, Any]) -> dict[str, Any]:
         version = version_in(request)
-        holders = await node.presence.find_holders(version)
-        manifest = await node.versions.fetch_from_peers(version, holders)
-        node.state.changed()
-        body = manifest.body
+        await fetch_version(node, version)
+        body = node.versions.body(version)
         return {"version": version, "root": body.root, "num_chunks": len(body.chunks), "num_bytes": body.num_bytes}
 
     async def export(request: dict[str, Any]) -> dict[str, Any]:
@@ -81,13 +80,25 @@ def verbs_of(daemon: "Daemon") -> dict[str, Verb]:
     }
 
 
+async def fetch_version(node: Node, version: Version) -> None:
+    """Brings a version here from those that the directory names. Raises `VersionPastError` or `VersionFromFutureError`
+    where that is why nobody has it, else as `Versions.fetch_from_peers`."""
+    try:
+        await node.versions.fetch_from_peers(version, await node.presence.find_holders(version))
+    except (ChunkMissingError, UnreachableError) as error:
+        records = await node.presence.list_records()
+        held = {*node.versions.held, *(Version(number) for opened in records for number in opened.record.versions)}
+        max_lag = node.state.spec.max_lag if node.state.spec else None
+        raise why_unheld(version, head=node.versions.head, max_lag=max_lag, held=held) or error from error
+    node.state.changed()
+
+
 async def export_version(node: Node, version: Version, folder: Path) -> dict[str, Any]:
     """Writes a version as a model folder; it is fetched from peers if it is not here. Raises `UsageError`."""
     if not folder.is_absolute():
         raise UsageError(f"{str(folder)!a} is not an absolute path", remedy="Name the folder in full.")
     if version not in node.versions.held:
-        await node.versions.fetch_from_peers(version, await node.presence.find_holders(version))
-        node.state.changed()
+        await fetch_version(node, version)
     await node.versions.export(version, folder)
     body = node.versions.body(version)
     return {"version": version, "root": body.root, "folder": str(folder), "num_bytes": body.num_bytes}

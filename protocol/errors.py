@@ -362,6 +362,15 @@ class ChunkMissingError(HexcombError):
     exit_code = 6
 
 
+class VersionPastError(ChunkMissingError):
+    """The version is past its retention: nobody holds its bytes any more; names those that are held."""
+
+    code = "VERSION_PAST"
+    grpc_status = "NOT_FOUND"
+    http_status = 410
+    exit_code = 6
+
+
 class RecordRefusedError(HexcombError):
     """A DHT record is too large, unsigned, stale or not its owner's."""
 

@@ -17,12 +17,20 @@ from node.home import Home
 from node.settings import LimitSettings, NodeSettings
 from node.weights.content import body_of
 from node.work import Work
-from protocol.errors import ChunkMissingError, DaemonNotRunningError, NotJoinedError, UsageError
+from protocol.errors import (
+    ChunkMissingError,
+    DaemonNotRunningError,
+    NotJoinedError,
+    UsageError,
+    VersionFromFutureError,
+    VersionPastError,
+)
 from protocol.ids import Version
 from protocol.local_socket import ask
 from protocol.manifest import Manifest, Seal, sign_manifest
 from protocol.v1 import control_pb2
 from tests.node.fakes import COORDINATOR, RUN_ID, Control, joined_home, serving, welcome
+from tests.node.test_versions import make_body, signed
 
 DEADLINE_S = 20.0
 QUIET = NodeSettings(name="Fox & Lagoon", directory=False)
@@ -102,6 +110,22 @@ async def test_pause_resume_and_unknown_requests(node_home: Home) -> None:
             await ask(node_home.socket, "fetch", version="seven")
         with pytest.raises(ChunkMissingError):
             await ask(node_home.socket, "fetch", version=7)
+
+
+@pytest.mark.parametrize("verb", ["fetch", "export"])
+async def test_a_version_past_its_retention_is_called_so(node_home: Home, tmp_path: Path, verb: str) -> None:
+    async with daemon_of(node_home, "127.0.0.1:9") as daemon:
+        versions, before, parent = daemon.node.versions, None, None
+        for number in range(9):
+            body = make_body(number, float(number), versions.blobs, parent)
+            before, parent = signed(body, before), body.root
+            versions.learn(before)
+        await versions.retire(keep_from=Version(7), now_s=4e9)
+        assert versions.check_held(Version(8))
+        with pytest.raises(VersionPastError, match="held now: 8"):
+            await ask(node_home.socket, verb, version=3, folder=str(tmp_path / "out"))
+        with pytest.raises(VersionFromFutureError, match="heard of is 8"):
+            await ask(node_home.socket, verb, version=9, folder=str(tmp_path / "out"))
 
 
 async def test_down_ends_the_daemon(node_home: Home) -> None:
@@ -201,5 +225,5 @@ async def test_export_writes_a_held_version_and_says_why_it_cannot(node_home: Ho
             await ask(node_home.socket, "export", version=0, folder="out2")
         with pytest.raises(UsageError, match="not a version"):
             await ask(node_home.socket, "export", version=-1, folder=str(tmp_path / "out3"))
-        with pytest.raises(ChunkMissingError):
+        with pytest.raises(VersionFromFutureError):
             await ask(node_home.socket, "export", version=7, folder=str(tmp_path / "out4"))

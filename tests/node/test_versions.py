@@ -8,14 +8,21 @@ import numpy as np
 import pytest
 
 from node.base_folder import describe, seed_store
-from node.holders import announced_holders
+from node.holders import announced_holders, why_unheld
 from node.home import Home
 from node.state import RATE_WINDOW_S, Rate
 from node.versions import Versions
 from node.weights.blobs import BlobStore
 from node.weights.content import body_of
 from node.weights.fetch import Holder
-from protocol.errors import ChunkCorruptError, ManifestRefusedError, ModelMissingError, UnreachableError
+from protocol.errors import (
+    ChunkCorruptError,
+    ManifestRefusedError,
+    ModelMissingError,
+    UnreachableError,
+    VersionFromFutureError,
+    VersionPastError,
+)
 from protocol.ids import Digest, Version
 from protocol.keys import Identity
 from protocol.manifest import Body, Manifest, Seal, SignedManifest, sign_manifest
@@ -105,6 +112,37 @@ async def test_lost_chunks_are_noticed_and_no_holder_is_an_error(node_home: Home
     with pytest.raises(UnreachableError, match="nobody is known to hold"):
         await versions.fetch(Version(0))
     assert versions.held == []
+
+
+def unheld(version: int, *, head: int | None, held: Sequence[int] = (), max_lag: int | None = 4) -> object:
+    said = why_unheld(
+        Version(version), head=None if head is None else Version(head), max_lag=max_lag, held=[Version(v) for v in held]
+    )
+    return said and (type(said), said.sentence())
+
+
+def test_a_version_that_is_past_is_called_so_and_those_that_are_held_are_named() -> None:
+    assert unheld(3, head=11, held=[0, 6, 7, 8, 9, 11]) == (
+        VersionPastError,
+        "version 3 is past because nodes keep the bytes of versions from 6 on; held now: 0, 6 to 9, 11. "
+        "Name one of those; a version is to be exported while it is kept.",
+    )
+    assert unheld(12, head=11, held=[11]) == (
+        VersionFromFutureError,
+        "there is no version 12 yet because the newest that was heard of is 11.",
+    )
+    kind, sentence = unheld(3, head=11)  # type: ignore[misc]
+    assert kind is VersionPastError
+    assert "no node that could be asked" in sentence
+
+
+def test_what_is_kept_but_not_reached_is_not_called_past() -> None:
+    """Negative controls: within the retention, held after all, nothing known."""
+    assert unheld(6, head=11, held=[11]) is None
+    assert unheld(5, head=11, held=[5, 11]) is None, "its holder may be slow"
+    assert unheld(3, head=None) is None
+    assert unheld(3, head=None, held=[2, 9], max_lag=None) is None
+    assert unheld(1, head=None, held=[2, 9], max_lag=None) is not None
 
 
 async def test_retiring_removes_bytes_that_nobody_needs(node_home: Home) -> None:
