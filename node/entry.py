@@ -68,6 +68,8 @@ def show_status(answer: dict[str, Any]) -> None:
     print(f"  doing        {answer['activity']}")
     print(f"  coordinator  {coordinator['address']}, {link}")
     print(f"  engine       {answer['engine'] or '-'}, {rate}, {answer['tokens']} tokens in all")
+    if answer["engine_choice"] and answer["engine"]:
+        print(f"  chosen       {answer['engine_choice']}")
     print(f"  rollouts     {taken} accepted, {answer['leases']} leases open")
     print(f"  directory    {directory['num_neighbours']} neighbours, peer service {answer['endpoint']}")
     limits = answer["limits"]

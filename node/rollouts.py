@@ -14,6 +14,7 @@ import structlog
 from node.backoff import backoff_s
 from node.compute.messages import Load, Loaded, SlotAdvanced, SlotFilled, Started, StartRollout
 from node.context import Node
+from node.engine_rates import rates_key, recall, remember
 from node.leases import LeaseWork
 from node.orders import Lease
 from node.pieces import PieceSender
@@ -116,6 +117,9 @@ class RolloutWork:
         node.state.starting = head
         weights = await node.versions.make_ready(head)
         node.state.activity = f"starting the engine on version {head}"
+        threads = node.settings.num_threads
+        key = rates_key(node.versions.model_dir, num_seats=NUM_SEATS, num_threads=threads)
+        known = recall(node.home.path, key)
         order = StartRollout(
             engine=node.settings.engine,
             model_dir=str(node.versions.model_dir),
@@ -129,10 +133,14 @@ class RolloutWork:
             canary=node.versions.canary(head),
             restraint=node.state.restraint,
             trust_remote_code=node.settings.trust_remote_code,
+            rates=known or (),
+            is_first=known is None,
         )
         started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
         node.state.engine, node.state.num_seats = started.engine, started.num_seats
-        node.state.k3 = started.k3
+        node.state.k3, node.state.engine_choice, node.state.engine_rates = started.k3, started.choice, started.rates
+        if order.engine == "auto":
+            remember(node.home.path, key, started.rates)
         self._note_loaded(head)
         log.info("engine up", engine=started.engine, version=head)
 

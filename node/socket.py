@@ -144,6 +144,8 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "max_lag": state.spec.max_lag if state.spec else None,
         "versions_held": node.versions.held,
         "engine": state.engine,
+        "engine_choice": state.engine_choice,
+        "engine_rates": {rate.engine: round(rate.tokens_per_s, 1) for rate in state.engine_rates},
         "engine_seats": state.num_seats,
         "engine_restraint": state.restraint,
         "engine_k3": state.k3,

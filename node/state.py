@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from node.compute.messages import EngineRate
 from protocol.ids import Digest, Version
 from protocol.run import Role, RunSpec
 from protocol.v1 import common_pb2
@@ -66,7 +67,7 @@ class NodeState:
     what one that is not up yet starts from, which may be long out of date when it is. `num_seats` are the samples that
     the engine runs at a time; `restraint` says by how many steps it takes less than it could, after crashes. `k3` and
     `canary_difference` say how far the engine's log-probabilities are from the trainers', at its start and after the
-    last load; None = not compared.
+    last load; None = not compared. `engine_choice` says why the engine is this one, `engine_rates` what was measured.
 
     `paused` is the owner's word of the moment, `limited` what the standing limits say, `not_available` which of them
     cannot be looked after, `memory_trouble` that a job must end for the memory that it takes. `finishing` ends in the
@@ -79,6 +80,8 @@ class NodeState:
     loaded: tuple[Version, Digest] | None = None
     starting: Version | None = None
     engine: str = ""
+    engine_choice: str = ""
+    engine_rates: tuple[EngineRate, ...] = ()
     num_seats: int = 0
     restraint: int = 0
     k3: float | None = None

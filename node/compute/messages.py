@@ -28,11 +28,21 @@ class Probed(msgspec.Struct, tag=True, frozen=True):
     device: str
 
 
+class EngineRate(msgspec.Struct, frozen=True):
+    """What an engine did on this machine at `at_s` (Unix time); 0 tokens per second: it did not start, and `why`."""
+
+    engine: str
+    tokens_per_s: float
+    why: str = ""
+    at_s: float = 0.0
+
+
 class StartRollout(msgspec.Struct, tag=True, frozen=True):
     """Become a rollout engine. `engine` is "auto", "vllm" or "transformers". Tokens of slots under way come as events,
     of at most `piece_tokens` tokens (0 = not at all) or `piece_s` seconds. `canary` is what the version's trainers
     expect of the probe (`protocol.canary`); empty = unknown. With each step of `restraint` it takes less, after
-    crashes. `trust_remote_code` is the owner's word. Reply: `Started`, or an error of code ENGINE_UNTRUSTED,
+    crashes. `trust_remote_code` is the owner's word. `rates` are what is known of the engines, `is_first` that none has
+    started here yet. Reply: `Started`, or an error of code ENGINE_UNTRUSTED,
     MODEL_REFUSED or another."""
 
     engine: str
@@ -47,6 +57,8 @@ class StartRollout(msgspec.Struct, tag=True, frozen=True):
     canary: tuple[float, ...] = ()
     restraint: int = 0
     trust_remote_code: bool = False
+    rates: tuple[EngineRate, ...] = ()
+    is_first: bool = False
 
 
 class StartTrainer(msgspec.Struct, tag=True, frozen=True):
@@ -74,13 +86,15 @@ class StartTrainer(msgspec.Struct, tag=True, frozen=True):
 
 class Started(msgspec.Struct, tag=True, frozen=True):
     """The job runs. `engine` names the rollout engine, `num_seats` are the samples that it runs at a time, `k3` is its
-    divergence from the trainer's forward (None = there was nothing to compare with); `endpoint`
-    (host:port) is the trainer's peer service."""
+    divergence from the trainer's forward (None = there was nothing to compare with), `choice` says why it is this one,
+    `rates` are what to remember; `endpoint` (host:port) is the trainer's peer service."""
 
     engine: str = ""
     num_seats: int = 0
     k3: float | None = None
     endpoint: str = ""
+    choice: str = ""
+    rates: tuple[EngineRate, ...] = ()
 
 
 class SlotOrder(msgspec.Struct, frozen=True):

@@ -1,31 +1,27 @@
 """Which engine a node runs. Impure: looks at what is installed; imports only the engine that is chosen."""
 
 from importlib.util import find_spec
-from typing import Literal
 
 from node.rollout.engine import Engine
 from node.rollout.memory import Limits
 from protocol.errors import EngineError
 
-EngineName = Literal["auto", "vllm", "transformers"]
-
 
 def make_engine(
-    name: EngineName = "auto", *, max_num_seqs: int = 64, max_model_len: int = 2048, limits: Limits | None = None
+    name: str, *, max_num_seqs: int = 64, max_model_len: int = 2048, limits: Limits | None = None
 ) -> Engine:
-    """A new engine, not yet started. `auto` takes vLLM where it is installed.
+    """A new engine, not yet started: `vllm` or `transformers`. Raises `EngineError` where it is not installed.
 
     At most `max_num_seqs` samples run at once, further ones wait; `max_model_len` bounds prompt and completion
     together. Both become less where `limits` and the memory that is free at the start allow no more.
     """
     limits = limits or Limits()
-    has_vllm = find_spec("vllm") is not None
-    if name == "vllm" and not has_vllm:
+    if name == "vllm" and find_spec("vllm") is None:
         raise EngineError(
             "The engine vllm is not installed",
             remedy="Install hexcomb[cpu] or hexcomb[gpu], or choose transformers.",
         )
-    if name == "vllm" or (name == "auto" and has_vllm):
+    if name == "vllm":
         from node.rollout.vllm_engine import VllmEngine
 
         return VllmEngine(max_num_seqs=max_num_seqs, max_model_len=max_model_len, limits=limits)

@@ -31,11 +31,12 @@ from node.compute.messages import (
 from node.planner import NUM_SEATS
 from node.rollout.engine import Chunk, Engine, Sample, SampleRequest
 from node.rollout.memory import Limits
-from node.rollout.selection import EngineName, make_engine
-from node.rollout.self_test import check_canary, judge_engine
+from node.rollout.selection import make_engine
+from node.rollout.self_test import check_canary
+from node.rollout.starting import start_engine
 from protocol.canary import probe_for
 from protocol.child import Emit
-from protocol.errors import EngineError, EngineUntrustedError, ModelMissingError, ModelRefusedError, UsageError
+from protocol.errors import EngineError, EngineUntrustedError, ModelMissingError, ModelRefusedError
 from protocol.gym_tasks import make_environment
 from protocol.ids import TaskKey, Version
 from protocol.run import SamplingContract
@@ -64,23 +65,13 @@ class RolloutJob:
     @classmethod
     async def start(cls, order: StartRollout) -> "tuple[RolloutJob, Started]":
         """The job that `order` asks for. Raises `EngineError` when no engine starts."""
-        names: tuple[EngineName, ...] = _engine_names(order.engine)
-        model_dir, version, weights = Path(order.model_dir), Version(order.version), Path(order.weights)
         max_num_seqs, max_model_len, limits = limits_of(order)
-        for position, name in enumerate(names):
-            engine = make_engine(name, max_num_seqs=max_num_seqs, max_model_len=max_model_len, limits=limits)
-            try:
-                await engine.start(model_dir, version, weights)
-                found = await judge_engine(engine, model_dir=model_dir, weights=weights, canary=order.canary)
-            except EngineError as error:
-                await engine.close()
-                if position == len(names) - 1:
-                    raise
-                print(f"engine {name} did not start, trying the next: {error}", flush=True)
-                continue
-            print(f"engine {name} stands its test: {found}", flush=True)
-            return cls(engine, order), Started(engine=_name_of(engine), num_seats=engine.max_num_seqs, k3=found.k3)
-        raise AssertionError("there is always one engine to try")
+
+        def build(name: str) -> Engine:
+            return make_engine(name, max_num_seqs=max_num_seqs, max_model_len=max_model_len, limits=limits)
+
+        engine, started = await start_engine(order, build)
+        return cls(engine, order), started
 
     async def handle(self, request: Generate | StopSlots | MakePrompts | Load, emit: Emit) -> msgspec.Struct:
         """Answers one request. Raises `EngineError` when the engine is lost, or when it may not sample."""
@@ -208,20 +199,6 @@ def _filled(lease_id: str, slot: str, sample: Sample) -> SlotFilled:
 
 def _advanced(lease_id: str, slot: str, chunk: Chunk) -> SlotAdvanced:
     return SlotAdvanced(lease_id, slot, chunk.start, chunk.token_ids, chunk.logprobs, chunk.version)
-
-
-def _engine_names(wish: str) -> tuple[EngineName, ...]:
-    match wish:
-        case "auto":
-            return ("auto", "transformers")
-        case "vllm" | "transformers":
-            return (wish,)
-        case _:
-            raise UsageError(f"there is no engine {wish!r}", remedy="Choose auto, vllm or transformers.")
-
-
-def _name_of(engine: Engine) -> str:
-    return type(engine).__name__.removesuffix("Engine").lower()
 
 
 def limits_of(order: StartRollout) -> tuple[int, int, Limits]:

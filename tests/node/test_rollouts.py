@@ -9,7 +9,18 @@ from typing import Any, cast
 
 import pytest
 
-from node.compute.messages import Done, Generate, MakePrompts, Prompts, SlotAdvanced, SlotFilled, Started, StopSlots
+from node.compute.messages import (
+    Done,
+    EngineRate,
+    Generate,
+    MakePrompts,
+    Prompts,
+    SlotAdvanced,
+    SlotFilled,
+    Started,
+    StartRollout,
+    StopSlots,
+)
 from node.home import Home
 from node.orders import Lease, PiecesReceived, Receipt, SlotWork
 from node.pieces import SlotProgress
@@ -23,6 +34,7 @@ from protocol.tasks import prompt_digest
 from tests.node.fakes import RUN_ID, SPEC, until
 
 PROMPT = (3, 4)
+RATES = (EngineRate("transformers", 7.0), EngineRate("vllm", 5.0))
 
 
 def slot(index: int) -> SlotKey:
@@ -54,7 +66,7 @@ class Child:
                 while self.generating[lease_id]:
                     self._news.clear()
                     await self._news.wait()
-        return Started("fake") if reply is Started else Done()
+        return Started("fake", choice="why", rates=RATES) if reply is Started else Done()
 
     async def say(self, event: SlotAdvanced | SlotFilled) -> None:
         if isinstance(event, SlotFilled):
@@ -114,6 +126,8 @@ class Bench:
 
     def __init__(self, home: Home) -> None:
         self.child, self.control, self.state = Child(), Control(), NodeState()
+        (home.path / "model").mkdir(exist_ok=True)
+        (home.path / "model" / "config.json").write_text("{}")
         manifest = SimpleNamespace(seal=SimpleNamespace(secret=bytes(32)))
 
         async def make_ready(version: Version) -> Path:
@@ -122,7 +136,7 @@ class Bench:
         versions = SimpleNamespace(
             head=Version(2),
             ready=Version(2),
-            model_dir=Path("model"),
+            model_dir=home.path / "model",
             make_ready=make_ready,
             root=lambda _: Digest("r"),
             manifest=lambda _: manifest,
@@ -158,6 +172,17 @@ class Bench:
 @pytest.fixture
 def bench(home: Path) -> Bench:
     return Bench(Home.create(home))
+
+
+async def test_rates_of_engines_are_shown_and_handed_to_the_next_start(bench: Bench) -> None:
+    for _ in range(2):
+        async with bench.running():
+            await until(lambda: bench.state.engine == "fake")
+        assert (bench.state.engine_choice, bench.state.engine_rates) == ("why", RATES)
+        bench.state.drop_job()
+    first, second = (order for order in bench.child.requests if isinstance(order, StartRollout))
+    assert (first.is_first, first.rates) == (True, ())
+    assert (second.is_first, second.rates) == (False, RATES)
 
 
 async def test_leases_are_asked_for_beside_each_other(bench: Bench) -> None:
