@@ -13,7 +13,6 @@ from pathlib import Path
 
 from node.weights.blobs import BlobStore
 from node.weights.content import WEIGHTS_FILE, body_of
-from protocol.chat import TEMPLATE_FILE
 from protocol.errors import ModelMissingError, UsageError
 from protocol.manifest import MODEL_FILES, Body
 from protocol.run import EnvironmentSpec
@@ -65,7 +64,7 @@ def adopt_model(folder: Path, model_dir: Path) -> BaseFolder:
     from node.base import convert_weights
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (*MODEL_FILES, TEMPLATE_FILE):  # the template stays with whoever makes prompts
+    for name in MODEL_FILES:
         if (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, folder / name)
     _say_float32(folder / "config.json")

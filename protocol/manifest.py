@@ -27,6 +27,7 @@ MODEL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "chat_template.jinja",  # inert: nodes get token ids, and render nothing
 )
 """The only file names that a manifest may carry beside tensors: no path from a peer touches the disk."""
 MAX_TENSORS, MAX_CHUNKS = 100_000, 1_000_000

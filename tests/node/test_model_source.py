@@ -13,6 +13,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from node import base, base_folder, model_source
 from node.model_source import SMOLLM2, PackagedModel, find_model, is_whole, packaged_model, write_digests
+from node.tokenizer import vocabulary_of, write_tokenizer
+from node.weights.blobs import BlobStore
+from node.weights.content import export_model
 from protocol.errors import ModelMissingError, UnreachableError, UsageError
 
 
@@ -178,6 +181,28 @@ def test_an_adopted_models_configuration_says_float32(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in made.body.tensors} == {"F32"}
     with pytest.raises(UsageError, match="already"):
         base_folder.adopt_model(tmp_path / "base", tmp_path / "bf16")
+
+
+def test_a_template_in_a_file_of_its_own_comes_back_with_an_export(tmp_path: Path) -> None:
+    """Through base folder, chunks of a node and export; without one there is none (the negative control)."""
+    from transformers import PreTrainedTokenizerFast
+
+    model = base.build_tiny_model(base.TinyShape(hidden=32, layers=1, heads=1, feed_forward=64), num_tokens=20, seed=0)
+    for name in ("chat", "plain"):
+        source, folder, store = tmp_path / name, tmp_path / f"{name}-base", BlobStore(tmp_path / f"{name}-node")
+        model.save_pretrained(source)
+        write_tokenizer(source, vocabulary_of(["a"]), max_length=64)
+        if name == "chat":
+            (source / "chat_template.jinja").write_text(
+                "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            )
+        made = base_folder.adopt_model(folder, source)
+        base_folder.seed_store(folder, store)
+        export_model(made.body, store, tmp_path / f"{name}-out")
+    chat = [{"role": "user", "content": "a"}]
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "chat-out")
+    assert again.apply_chat_template(chat, tokenize=False) == "<user>a"
+    assert not (tmp_path / "plain-out" / "chat_template.jinja").exists()
 
 
 @pytest.mark.slow
