@@ -64,7 +64,7 @@ def _sample(item: ShareItem, prompt_ids: tuple[int, ...], body: bytes) -> contro
         slot=str(item.slot),
         prompt_ids=pack_ids(prompt_ids),
         completion_ids=b"".join(piece.token_ids for piece in pieces),
-        logprobs=b"".join(piece.logprobs for piece in pieces),
+        logprobs=b"".join(piece.logprobs or bytes(len(piece.token_ids)) for piece in pieces),
         mask=item.mask,
         segment_versions=[version for version, _ in item.segments],
         segment_lengths=[num_tokens for _, num_tokens in item.segments],

@@ -15,6 +15,7 @@ from coordinator.join_service import counted
 from coordinator.office import Office
 from coordinator.sessions import Outbox
 from coordinator.submissions import Submissions
+from coordinator.turns import Turns
 from coordinator.work_service import MAX_REASON, WorkService
 from protocol.errors import HexcombError, JournalError, UnreachableError, UsageError
 from protocol.grpc_errors import abort_with
@@ -33,7 +34,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     def __init__(self, office: Office, work: WorkService) -> None:
         self._office, self._work = office, work
-        self._submissions = Submissions(office.authority, office.spec)
+        self._submissions = Submissions(office.authority, office.spec, _turns(office))
         self._callers = Callers(office.authority, coordinator_key=office.home.identity.public_bytes)
 
     async def Session(  # type: ignore[override]  # it writes by itself, so that a write can be given up
@@ -197,6 +198,19 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             return self._callers.name(context, now_ms=self._office.clock())
         except HexcombError as error:
             await abort_with(context, error)
+
+
+def _turns(office: Office) -> Turns | None:
+    """Nothing is asked where the environment never replies."""
+    if not office.grader.is_multi_turn:
+        return None
+    return Turns(
+        office.authority,
+        office.spec,
+        grader=office.grader,
+        pieces=office.pieces,
+        identity=office.home.identity,
+    )
 
 
 async def _speak(outbox: Outbox, context: Context) -> None:

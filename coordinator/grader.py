@@ -28,6 +28,10 @@ ONE_DEADLINE_S = 15.0
 
 STOP_DEADLINE_S = 2.0
 MAX_BATCH = 64
+MAX_REPLIES = 8
+"""In a request, each of which a node waits for: together they have less time than the child is given."""
+
+REPLY_LOST = "the grading child was lost over it"
 MAX_CACHED_PROMPTS = 65_536
 REMEMBER_S = 10.0
 """For so long a prompt that could not be made is not asked for again: whoever asked may have given up waiting."""
@@ -100,6 +104,12 @@ class Grader:
         assert self._warm.opened is not None
         return self._warm.opened.name
 
+    @property
+    def is_multi_turn(self) -> bool:
+        """Whether the environment may reply; known once the grader has started."""
+        assert self._warm.opened is not None
+        return self._warm.opened.is_multi_turn
+
     async def prompts(self, keys: Sequence[TaskKey]) -> tuple[PromptIds, ...]:
         """The canonical prompt of each task. Raises `EngineError` or `UnreachableError` when they cannot be had, and
         `UsageError` for a task that the environment does not have."""
@@ -151,6 +161,16 @@ class Grader:
         made = await once_more(lambda: self._ask(grading.HeldOut(limit), grading.Prompts))
         return [(TaskKey(*task), ids) for task, ids in zip(made.tasks, made.prompt_ids, strict=True)]
 
+    async def replies(self, graded: Sequence[Graded]) -> list[PromptIds | str | None]:
+        """What the environment says to each completion: token ids, None where the conversation is over, or why nobody
+        can know."""
+        replies: list[PromptIds | str | None] = []
+        for start in range(0, len(graded), MAX_REPLIES):
+            some = graded[start : start + MAX_REPLIES]
+            answers = await one_by_one(some, self._replies, what="the environment's reply")
+            replies += [REPLY_LOST if isinstance(answer, Fault) else answer for answer in answers]
+        return replies
+
     async def scores(self, graded: Sequence[Graded]) -> tuple[float | None, ...]:
         """The reward of each completion, in order; None where it could not be had."""
         rewards: list[float | None] = []
@@ -189,6 +209,10 @@ class Grader:
     async def _scores(self, graded: Sequence[Graded]) -> Sequence[Value]:
         request = grading.Score(_wire([key for key, _ in graded]), tuple(completion for _, completion in graded))
         return [FAULT if reward is None else reward for reward in (await self._ask(request, grading.Scores)).rewards]
+
+    async def _replies(self, graded: Sequence[Graded]) -> Sequence[PromptIds | str | None]:
+        request = grading.Reply(_wire([key for key, _ in graded]), tuple(completion for _, completion in graded))
+        return (await self._ask(request, grading.Replies)).replies
 
     async def _describe(self, graded: Sequence[Graded]) -> Sequence[grading.Sample]:
         request = grading.Describe(_wire([key for key, _ in graded]), tuple(completion for _, completion in graded))

@@ -22,8 +22,9 @@ import msgspec
 
 from coordinator import grading
 from coordinator.tasks.source import check_first_prompt, make_environment
+from protocol.chat import Message
 from protocol.child_serve import Emit, serve
-from protocol.errors import EngineError
+from protocol.errors import EngineError, HexcombError
 from protocol.ids import TaskKey
 from protocol.tasks import Environment, Task, prompts_digest, regenerate
 from protocol.tokens import Tokenizer, load_tokenizer
@@ -58,12 +59,15 @@ class Grader:
                 self._environment, self._tokenizer = make_environment(spec), load_tokenizer(Path(model_dir))
                 check_first_prompt(self._environment, self._tokenizer)
                 digest = prompts_digest(self._environment, self._tokenizer)
-                return grading.Opened(digest, self._environment.name)
+                return grading.Opened(digest, self._environment.name, self._environment.is_multi_turn)
             case grading.MakePrompts(tasks=tasks):
                 return self._prompts([TaskKey(*task) for task in tasks])
             case grading.HeldOut(limit=limit):
                 environment, _ = self._opened()
                 return self._prompts([task.key for task in environment.held_out(limit)])
+            case grading.Reply(tasks=tasks, completions=completions):
+                pairs = zip(tasks, completions, strict=True)
+                return grading.Replies(tuple(self._reply(TaskKey(*task), said) for task, said in pairs))
             case grading.Score(tasks=tasks, completions=completions):
                 pairs = zip(tasks, completions, strict=True)
                 return grading.Scores(tuple(self._score(TaskKey(*task), said) for task, said in pairs))
@@ -95,25 +99,72 @@ class Grader:
         """The completion with its task's record, as far as JSON can carry it."""
         _, tokenizer = self._opened()
         task = self._task(key)
-        ids = tokenizer.encode(completion) if isinstance(completion, str) else completion
+        ids = tokenizer.encode(completion) if isinstance(completion, str) else _ids(completion)
         answer = task.answer if task.entry.get("answer", task.answer) is not None else None
         columns = json.dumps({**task.entry, "answer": answer}, default=str, skipkeys=True)
         return grading.Sample(task.prompt, self._text(completion), ids, columns)
 
     def _text(self, completion: grading.Completion) -> str:
         _, tokenizer = self._opened()
-        return completion if isinstance(completion, str) else tokenizer.decode(completion)
+        return completion if isinstance(completion, str) else tokenizer.decode(_ids(completion))
+
+    def _said(self, task: Task, completion: grading.Completion) -> list[Message]:
+        """The messages of a conversation after the prompt; the environment's are had by asking it again."""
+        environment, tokenizer = self._opened()
+        if isinstance(completion, str):
+            return [Message("assistant", completion)]
+        ids, given = _ids(completion), completion.given if isinstance(completion, grading.Conversation) else ()
+        said, start = list[Message](), 0
+        for stop, num_tokens in (*given, (len(ids), 0)):
+            said.append(Message("assistant", tokenizer.decode(ids[start:stop])))
+            start = stop + num_tokens
+            if not num_tokens:
+                break
+            reply = environment.reply(task, said)
+            if reply is None or tokenizer.encode_reply(task.messages, reply, end=ids[stop - 1]) != ids[stop:start]:
+                raise EngineError(f"the environment of task {task.key} does not reply to a turn as it did before")
+            said.append(Message("tool", reply))
+        return said
+
+    def _reply(self, key: TaskKey, completion: grading.Completion) -> tuple[int, ...] | str | None:
+        """The tokens that follow, None at the end, or why nobody knows."""
+        environment, tokenizer = self._opened()
+        signal.setitimer(signal.ITIMER_REAL, SCORE_LIMIT_S)
+        try:
+            task = self._task(key)
+            reply = environment.reply(task, self._said(task, completion))
+            if reply is None:
+                return None
+            return tokenizer.encode_reply(task.messages, reply, end=_ids(completion)[-1])
+        except TooSlow:
+            return f"it took longer than {SCORE_LIMIT_S:g} s"
+        except HexcombError as error:
+            traceback.print_exc()
+            return error.sentence()
+        except (SystemExit, Exception) as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _score(self, key: TaskKey, completion: grading.Completion) -> float | None:
         environment, _ = self._opened()
         signal.setitimer(signal.ITIMER_REAL, SCORE_LIMIT_S)
         try:
-            return environment.score(self._task(key), self._text(completion))
+            task = self._task(key)
+            if environment.is_multi_turn:
+                return environment.score_turns(task, self._said(task, completion))
+            return environment.score(task, self._text(completion))
         except (TooSlow, SystemExit, Exception):
             traceback.print_exc()
             return None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _ids(completion: tuple[int, ...] | grading.Conversation | str) -> tuple[int, ...]:
+    assert not isinstance(completion, str)
+    return completion if isinstance(completion, tuple) else completion.token_ids
 
 
 class Forgetful(io.TextIOBase):

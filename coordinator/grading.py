@@ -7,8 +7,16 @@ from protocol.run import EnvironmentSpec
 ENVIRONMENT = "environment"
 """The reward that is the task's own score."""
 
-Completion = tuple[int, ...] | str
-"""Token ids as a node sent them, or a text that the coordinator made up itself."""
+
+class Conversation(msgspec.Struct, tag=True, frozen=True):
+    """A completion in which the environment spoke too: its tokens are at `given` (start, how many)."""
+
+    token_ids: tuple[int, ...]
+    given: tuple[tuple[int, int], ...]
+
+
+Completion = tuple[int, ...] | str | Conversation
+"""Token ids as a node sent them, a text that the coordinator made up itself, or turns with what was replied to them."""
 
 
 class RewardSpec(msgspec.Struct, frozen=True):
@@ -46,10 +54,12 @@ class Open(msgspec.Struct, tag=True, frozen=True):
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """The child is ready; `digest` is the environment's content hash, `name` what its task keys call it."""
+    """The child is ready; `digest` is the environment's content hash, `name` what its task keys call it. Only an
+    environment that `is_multi_turn` is asked for replies."""
 
     digest: str
     name: str
+    is_multi_turn: bool = False
 
 
 class MakePrompts(msgspec.Struct, tag=True, frozen=True):
@@ -69,6 +79,19 @@ class Prompts(msgspec.Struct, tag=True, frozen=True):
 
     tasks: tuple[tuple[str, int, int], ...]
     prompt_ids: tuple[tuple[int, ...], ...]
+
+
+class Reply(msgspec.Struct, tag=True, frozen=True):
+    """What the environment says to completions that end with a turn of the model. Reply: `Replies`."""
+
+    tasks: tuple[tuple[str, int, int], ...]
+    completions: tuple[Completion, ...]
+
+
+class Replies(msgspec.Struct, tag=True, frozen=True):
+    """For each the token ids that follow, None where the conversation is over, or why that cannot be said."""
+
+    replies: tuple[tuple[int, ...] | str | None, ...]
 
 
 class Score(msgspec.Struct, tag=True, frozen=True):
@@ -138,5 +161,5 @@ class Values(msgspec.Struct, tag=True, frozen=True):
     faults: tuple[int, ...]
 
 
-Request = Open | MakePrompts | HeldOut | Score | Describe
+Request = Open | MakePrompts | HeldOut | Reply | Score | Describe
 RewardRequest = OpenRewards | Call

@@ -23,9 +23,10 @@ from coordinator.piece_file import PieceFile
 from coordinator.received import Received, edge_digest, prefix_in
 from protocol.errors import RolloutMalformedError
 from protocol.ids import LeaseId, PeerId, SlotKey, Version
+from protocol.rollout import Piece
 from protocol.run import RunSpec
 from protocol.v1 import common_pb2, control_pb2
-from protocol.wire import slot_key
+from protocol.wire import piece_message, slot_key
 
 TICK_S = 0.5
 MAX_TOLD = 2048
@@ -112,6 +113,17 @@ class PieceStore:
             if received.num_bytes > num_bytes:
                 self._note(received, received.frames[-1])
         return answer
+
+    def keep(self, slot: SlotKey, lease_id: LeaseId, pieces: Iterable[Piece]) -> None:
+        """All of a slot, in the place of what was received of it under its lease."""
+        place = (slot.task.index, slot.sample)
+        self._forget(place)
+        received = self._slots[place] = Received.of(slot, lease_id)
+        self._note(received, received.adopt(map(piece_message, pieces)))
+
+    async def flush(self) -> None:
+        """Brings the file up to date at once."""
+        await self._write()
 
     async def run(self) -> None:
         """Until cancelled; what waits for the file is written then."""
@@ -220,7 +232,8 @@ class PieceStore:
         if lease is None or not received.segments:
             return None
         segments = tuple(received.segments)
-        return SlotProgress(lease.peer_id, received.lease_id, received.key, segments, edge_digest(received))
+        edge, given = edge_digest(received), tuple(received.given)
+        return SlotProgress(lease.peer_id, received.lease_id, received.key, segments, edge, given)
 
     def _sweep(self) -> None:
         """Forgets slots that no longer run, a few in each tick."""

@@ -1,8 +1,9 @@
 """What was received of one slot under way: its pieces as they came, and how far they go. Pure.
 
 Invariants: pieces follow each other without a hole, from position 0, with versions that do not go backwards; each is
-of the node that held the slot when it came. Signatures are not checked when a piece comes (the caller is known by its
-connection), but before it is handed on to another node (`checked_prefix`), and at acceptance.
+of the node that held the slot when it came, or the environment's, which only `adopt` and `reload` add. Signatures are
+not checked when a piece comes (the caller is known by its connection), but before it is handed on to another node
+(`checked_prefix`), and at acceptance.
 
 The way of a piece into `Received` is hot: what is kept is the message's own bytes, and no token becomes an object.
 """
@@ -21,7 +22,7 @@ from protocol.errors import RolloutMalformedError
 from protocol.ids import Digest, LeaseId, PeerId, SlotKey, Version
 from protocol.keys import SIGNATURE_BYTES
 from protocol.manifest import digest_of
-from protocol.rollout import verify_pieces
+from protocol.rollout import trouble_in, verify_pieces
 from protocol.run import RunSpec
 from protocol.v1 import common_pb2, control_pb2
 from protocol.wire import rollout_of, slot_message
@@ -43,8 +44,9 @@ _pack_counts = struct.Struct("<HqiI").pack
 @dataclass(slots=True)
 class Received:
     """One slot under one lease. `frames` are serialized `SlotProgress` messages, `edge` is the digest after the last
-    piece in ASCII, `segments` are (version, number of tokens). A slot is `headless` where the pieces that it goes on
-    from are not here: what follows them is of no use to anybody, and is not taken."""
+    piece in ASCII, `segments` are (version, number of tokens), `given` says where the environment's tokens are. A slot
+    is `headless` where the pieces that it goes on from are not here: what follows them is of no use to anybody, and is
+    not taken."""
 
     key: SlotKey
     lease_id: LeaseId
@@ -54,6 +56,7 @@ class Received:
     num_bytes: int = 0
     num_pieces: int = 0
     segments: list[tuple[Version, int]] = field(default_factory=list)
+    given: list[tuple[int, int]] = field(default_factory=list)
     frames: list[bytes] = field(default_factory=list)
     is_news: bool = False
     _signer: str = ""
@@ -111,8 +114,10 @@ class Received:
             head = self._head_of(piece.node)
             edge = _edge_after(edge, head, piece.version, piece.start, piece.token_ids, piece.logprobs)
             added.append((Version(piece.version), len(piece.token_ids) // 4))
+            if not piece.logprobs:
+                self.given.append((piece.start, added[-1][1]))
             position += added[-1][1]
-            last_id = piece.token_ids[-4:]
+            last_id = piece.token_ids[-4:] if piece.logprobs else b""
         self._keep(frame, added, position, edge)
         self._last_id = last_id
 
@@ -177,8 +182,10 @@ def checked_prefix(frames: Iterable[bytes], slot: SlotKey, prefix: Prefix, *, sp
     if len(pieces) > MAX_PIECES:
         raise _stuck(slot, f"what was received of it has more than {MAX_PIECES} pieces")
     rollout = rollout_of(control_pb2.Rollout(slot=slot_message(slot), pieces=pieces, finish_reason="length"))
-    if not frozenset(spec.sampling.stop_ids).isdisjoint(rollout.token_ids):
-        raise _stuck(slot, "what was received of it holds a stop id")
+    if trouble := trouble_in(rollout.pieces, spec.sampling):
+        raise _stuck(slot, f"of what was received of it, {trouble}")
+    if rollout.pieces[-1].is_sampled and rollout.token_ids[-1] in spec.sampling.stop_ids:
+        raise _stuck(slot, "what was received of it ends with a stop id")
     if len(rollout.token_ids) >= spec.sampling.max_new_tokens:
         raise _stuck(slot, "what was received of it is as long as a completion may be")
     verify_pieces(rollout, run_id=spec.run_id)

@@ -9,6 +9,7 @@ import asyncio
 from coordinator.authority import Authority
 from coordinator.core.events import RolloutScored
 from coordinator.grader import Grader
+from coordinator.grading import Completion, Conversation
 from protocol.errors import JournalError
 from protocol.ids import SlotKey
 from protocol.wire import completion_in
@@ -42,7 +43,7 @@ class Scoring:
             while len(slots) < MAX_BATCH and not self._waiting.empty():
                 slots.append(self._waiting.get_nowait())
             slots, bodies = await self._read(slots)
-            pairs = [(slot.task, completion_in(body)) for slot, body in zip(slots, bodies, strict=True)]
+            pairs = [(slot.task, _completion(body)) for slot, body in zip(slots, bodies, strict=True)]
             rewards = await self._grader.scores(pairs)
             events = [RolloutScored(slot, reward) for slot, reward in zip(slots, rewards, strict=True)]
             await self._authority.submit_all([(event, ()) for event in events])
@@ -61,3 +62,8 @@ class Scoring:
     def _is_waited_for(self, key: SlotKey) -> bool:
         slot = self._authority.core.state.find(key)
         return slot is not None and slot.status == "accepted"
+
+
+def _completion(body: bytes) -> Completion:
+    token_ids, given = completion_in(body)
+    return Conversation(token_ids, given) if given else token_ids

@@ -141,6 +141,12 @@ class Coordinator:
         scoring = Scoring(self.authority, grader)
         evaluations = Evaluations(self.authority, grader, num_tasks=self._run.evaluation.tasks)
         if self._run.evaluation.every:
+            if grader.is_multi_turn:
+                raise UsageError(
+                    "`evaluation.every` cannot be used with this environment",
+                    why="held-out tasks are completed by trainers, whom no environment replies to",
+                    remedy="Set it to 0, or leave `reply` out of the environment.",
+                )
             await evaluations.prompts()  # an environment without held-out tasks ends the start, not the run
         registrar = Registrar(self._home, self.authority, self._clock)
         announcer = Announcer(

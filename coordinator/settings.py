@@ -24,10 +24,12 @@ from protocol.tokens import Tokenizer
 
 
 class SamplingSection(Section):
-    """`[sampling]`: how completions are sampled."""
+    """`[sampling]`: how completions are sampled. Where the environment replies, `max_new_tokens` bounds a conversation
+    with all replies, and after `max_turns` turns of the model it is not asked any more."""
 
     temperature: float = Field(1.0, gt=0, le=10)
     max_new_tokens: int = Field(256, ge=1, le=131_072)
+    max_turns: int = Field(8, ge=1, le=64)
 
 
 class BatchSection(Section):
@@ -155,6 +157,7 @@ class RunFile(Section):
                 self.sampling.max_new_tokens,
                 tokenizer.stop_ids,
                 tokenizer.vocab_size,
+                self.sampling.max_turns,
             ),
             optimizer=OptimizerSpec(**self.optimizer.model_dump()),
             groups_per_batch=self.batch.groups,

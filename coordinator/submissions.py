@@ -1,20 +1,23 @@
 """Gate 2 as nodes call it: filled slots are checked a few at a time, then judged by the core. Impure: asyncio.
 
 Shapes, ranges and signatures are checked here, before the core hears of anything; leases, versions and order are the
-core's. What is wrong with one rollout does not touch its neighbours.
+core's. What is wrong with one rollout does not touch its neighbours. Where the environment replies, it is asked in
+between.
 """
 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from coordinator.authority import Answer, Authority, Wish
+from coordinator.authority import Answer as Verdict
+from coordinator.authority import Authority, Wish
 from coordinator.core.events import RolloutSubmitted
 from coordinator.core.replies import Receipt
 from coordinator.join_service import counted
-from protocol.errors import HexcombError, NotEnrolledError, NoWorkError, UsageError
+from coordinator.turns import Answer, Turns
+from protocol.errors import HexcombError, NotEnrolledError, NoWorkError, RolloutMalformedError, UsageError
 from protocol.ids import Digest, LeaseId, PeerId, Version
 from protocol.rollout import Rollout, check_rollout, edges_of, verify_piece
 from protocol.run import RunSpec
@@ -41,10 +44,11 @@ class Checked:
 class Submissions:
     """Takes filled slots."""
 
-    def __init__(self, authority: Authority, spec: RunSpec) -> None:
-        self._authority, self._spec = authority, spec
+    def __init__(self, authority: Authority, spec: RunSpec, turns: Turns | None = None) -> None:
+        self._authority, self._spec, self._turns = authority, spec, turns
+        self._signer = turns.peer_id if turns is not None else None
         self._num_checks = 0
-        self._turns: dict[PeerId, asyncio.Lock] = {}
+        self._locks: dict[PeerId, asyncio.Lock] = {}
         self._waiting: Counter[PeerId] = Counter()
 
     async def take(
@@ -57,7 +61,11 @@ class Submissions:
         async with self.turn_of(peer_id):
             checked = [await self._check(message) for message in request.rollouts]
         lease_id = LeaseId(request.lease_id)
-        wishes = [_wish(peer_id, lease_id, item) for item in checked if isinstance(item, Checked)]
+        good = [item for item in checked if isinstance(item, Checked)]
+        replies: Sequence[Answer] = [None] * len(good)
+        if self._turns is not None:
+            replies = await self._turns.answers(peer_id, lease_id, [item.rollout for item in good])
+        wishes = [_wish(peer_id, lease_id, item, said) for item, said in zip(good, replies, strict=True)]
         answers = iter(await self._authority.submit_all(wishes))
         results = [next(answers) if isinstance(item, Checked) else self._count(item) for item in checked]
         receipts = map(_receipt, request.rollouts, results)
@@ -71,7 +79,7 @@ class Submissions:
             raise NoWorkError("the rollouts were not taken", why="too many calls of this node wait already")
         self._waiting[peer_id] += 1
         try:
-            async with self._turns.setdefault(peer_id, asyncio.Lock()):
+            async with self._locks.setdefault(peer_id, asyncio.Lock()):
                 yield
         finally:
             self._waiting[peer_id] -= 1
@@ -91,14 +99,21 @@ class Submissions:
                 verify_piece(piece, slot=rollout.slot, run_id=spec.run_id)
         except HexcombError as error:
             return error
-        stranger = next((piece.node for piece in rollout.pieces if piece.node not in state.nodes), None)
+        if any(piece.node != self._signer for piece in rollout.pieces if not piece.is_sampled):
+            return RolloutMalformedError(
+                f"the rollout for slot {rollout.slot} was refused",
+                why="a piece without log-probabilities in it is not the coordinator's",
+                remedy="Hand in what was sampled; the coordinator asks the environment.",
+            )
+        sampled = (piece for piece in rollout.pieces if piece.is_sampled)
+        stranger = next((piece.node for piece in sampled if piece.node not in state.nodes), None)
         if stranger is not None:
             return NotEnrolledError(
                 f"the rollout for slot {rollout.slot} was refused",
                 why=f"its signer {stranger} has no place in this run",
             )
         slot = state.find(rollout.slot)
-        goes_on = len(rollout.pieces) > 1 or (slot is not None and slot.prefix is not None)
+        goes_on = len(rollout.pieces) > 1 or (slot is not None and slot.prefix is not None) or self._turns is not None
         edges = tuple(edges_of(rollout.slot, rollout.pieces)) if goes_on else ()
         message.DiscardUnknownFields()
         return Checked(rollout, edges, message.SerializeToString())
@@ -110,9 +125,11 @@ class Submissions:
             await asyncio.sleep(0)
 
 
-def _wish(peer_id: PeerId, lease_id: LeaseId, checked: Checked) -> Wish:
-    rollout = checked.rollout
-    event = RolloutSubmitted(peer_id, lease_id, rollout.slot, rollout.digest, _segments_of(rollout), checked.edges)
+def _wish(peer_id: PeerId, lease_id: LeaseId, checked: Checked, reply: Answer) -> Wish:
+    rollout, segments = checked.rollout, _segments_of(checked.rollout)
+    event = RolloutSubmitted(
+        peer_id, lease_id, rollout.slot, rollout.digest, segments, checked.edges, rollout.given, reply
+    )
     return event, ((rollout.slot, checked.body),)
 
 
@@ -124,7 +141,7 @@ def _segments_of(rollout: Rollout) -> tuple[tuple[Version, int], ...]:
     return tuple(lengths.items())
 
 
-def _receipt(message: control_pb2.Rollout, result: Answer) -> control_pb2.RolloutReceipt:
+def _receipt(message: control_pb2.Rollout, result: Verdict) -> control_pb2.RolloutReceipt:
     if isinstance(result, HexcombError):
         return control_pb2.RolloutReceipt(slot=message.slot, outcome=result.code, detail=result.sentence())
     assert isinstance(result, Receipt)

@@ -100,7 +100,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of a rollout: "ACCEPTED", "DUPLICATE", or the code of the refusal."""
+    """What became of a rollout: "ACCEPTED", "DUPLICATE", "TURN_TAKEN" (another lease goes on with the slot),
+    "SLOT_FAILED" (its environment failed), or the code of the refusal."""
 
     slot: SlotKey
     outcome: str
@@ -108,8 +109,8 @@ class Receipt:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the coordinator has the rollout."""
-        return self.outcome in ("ACCEPTED", "DUPLICATE")
+        """Whether the coordinator has the rollout, and nothing is left to do for the slot under this lease."""
+        return self.outcome in ("ACCEPTED", "DUPLICATE", "TURN_TAKEN", "SLOT_FAILED")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from node.orders import Lease, SlotWork
 from protocol.child import ChildProcess
 from protocol.errors import HexcombError
 from protocol.ids import SlotKey, TaskKey, Version
-from protocol.rollout import Piece
+from protocol.rollout import Piece, trouble_in
 from protocol.run import SamplingContract
 from protocol.seeds import slot_seed
 from protocol.tasks import prompt_digest
@@ -69,18 +69,14 @@ async def _order(node: Node, work: SlotWork, prompt_ids: tuple[int, ...] | None)
 
 def prefix_trouble(pieces: Sequence[Piece], contract: SamplingContract) -> str:
     """Why no rollout that begins with these pieces could be accepted; "" where one could."""
-    position, version = 0, Version(0)
-    for piece in pieces:
-        if piece.start != position or not piece.token_ids or len(piece.token_ids) != len(piece.logprobs):
-            return "they leave a hole, overlap, are empty or lack log-probabilities"
-        if piece.version < version:
-            return "their versions go backwards"
-        if not all(0 <= token < contract.vocab_size for token in piece.token_ids):
-            return "a token id is outside the vocabulary"
-        if not frozenset(contract.stop_ids).isdisjoint(piece.token_ids):
-            return "they hold a stop id"
-        position, version = position + len(piece.token_ids), piece.version
-    return "they are as long as a completion may be" if position >= contract.max_new_tokens else ""
+    if trouble := trouble_in(pieces, contract):
+        return trouble
+    token_ids = [token for piece in pieces for token in piece.token_ids]
+    if not all(0 <= token < contract.vocab_size for token in token_ids):
+        return "a token id is outside the vocabulary"
+    if pieces and pieces[-1].is_sampled and token_ids[-1] in contract.stop_ids:
+        return "its last token is a stop id"
+    return "it is as long as a completion may be" if len(token_ids) >= contract.max_new_tokens else ""
 
 
 async def _prompts(node: Node, child: ChildProcess, lease: Lease) -> dict[TaskKey, tuple[int, ...]]:

@@ -15,6 +15,9 @@ from typing import Any, Literal, NoReturn
 from protocol.errors import UsageError
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+REPLIED_TO = "\ue000hexcomb\ue000"
+"""Stands for the turn that a tool answers: no template changes it, and no other text holds it."""
+
 MAX_RENDERED = 4 << 20
 """Characters that a rendered chat may have."""
 
@@ -23,7 +26,7 @@ MAX_RENDERED = 4 << 20
 class Message:
     """One message of a chat."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
@@ -60,6 +63,19 @@ class ChatTemplate:
                 remedy="Put a sound template into the base folder.",
             )
         return rendered
+
+    def render_reply(self, messages: Sequence[Message], reply: str) -> str:
+        """What follows the text of the model's turn after `messages`: the end of that turn, a tool's message, and the
+        opening of the next turn. Raises `UsageError`."""
+        turn, answer = Message("assistant", REPLIED_TO), Message("tool", reply)
+        _, mark, rest = self.render((*messages, turn, answer)).partition(REPLIED_TO)
+        if not mark or reply.strip() not in rest:
+            raise UsageError(
+                "the model's chat template cannot write a tool's message",
+                why="the message is not in what it makes",
+                remedy="Give the base folder a template that knows the role `tool`.",
+            )
+        return rest
 
 
 def load_template(model_dir: Path) -> ChatTemplate | None:

@@ -19,6 +19,7 @@ from protocol.ids import Digest
 from protocol.run import EnvironmentSpec
 from protocol.tasks import (
     Environment,
+    SingleTurn,
     Split,
     Task,
     check_name,
@@ -48,7 +49,7 @@ def make_environment(spec: EnvironmentSpec) -> Environment:
     return ReasoningGymEnvironment(spec.name, params=spec.params, prompt=spec.prompt, num_tasks=spec.num_tasks)
 
 
-class ReasoningGymEnvironment:
+class ReasoningGymEnvironment(SingleTurn):
     """Any reasoning-gym dataset as an environment.
 
     `prompt="question"` is the dataset's own text; `"expression"` is the bare expression of an arithmetic dataset,

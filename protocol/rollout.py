@@ -1,8 +1,10 @@
 """A filled slot as it travels: pieces of tokens and log-probabilities, each signed by the node that sampled it. Pure.
 
-Versions and nodes change only at the edge of a piece. What is signed is a fixed-width encoding of the values
-(`Piece.message`), so one meaning has one signature. `check_rollout` is gate 2's shape and range check; it knows
-nothing of leases and versions, which are the coordinator core's to judge.
+Versions and nodes change only at the edge of a piece. A piece that nobody sampled is the environment's reply to the
+turn before it: it has no log-probabilities, the coordinator signed it, and its version is that of the piece before.
+What is signed is a fixed-width encoding of the values (`Piece.message`), so one meaning has one signature.
+`check_rollout` is gate 2's shape and range check; it knows nothing of leases and versions, which are the coordinator
+core's to judge, nor of who may sign what.
 """
 
 import math
@@ -20,6 +22,9 @@ from protocol.manifest import digest_of
 from protocol.run import SamplingContract
 
 FinishReason = Literal["stop", "length"]
+Spans = tuple[tuple[int, int], ...]
+"""Where the environment's tokens stand in a completion: (position of the first, how many)."""
+
 KIND = "rollout-piece"
 REMEDY = "Drop it: the slot goes to another node. Use the release of hexcomb that the coordinator runs."
 
@@ -27,7 +32,8 @@ REMEDY = "Drop it: the slot goes to another node. Use the release of hexcomb tha
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Consecutive tokens of one slot, from one node and one version. `start` is the position of the first in the
-    completion; `logprobs` are natural logs at temperature 1, rounded to float32 before signing."""
+    completion; `logprobs` are natural logs at temperature 1, rounded to float32 before signing; the environment's
+    pieces have none."""
 
     node: PeerId
     version: Version
@@ -51,6 +57,11 @@ class Piece:
     def data(self) -> tuple[bytes, bytes]:
         """Token ids (little-endian int32) and log-probabilities (float32) as they travel."""
         return self._packed or (pack_ids(self.token_ids), pack_logprobs(self.logprobs))
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a model sampled the tokens; else they are the environment's, and nothing is learnt from them."""
+        return bool(self.logprobs)
 
     def message(self, slot: SlotKey) -> bytes:
         """The bytes under the signature."""
@@ -76,10 +87,15 @@ class Rollout:
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """The sampler's log-probability of each token of the completion."""
+        """The sampler's log-probability of each sampled token of the completion."""
         if len(self.pieces) == 1:
             return self.pieces[0].logprobs
         return tuple(chain.from_iterable(piece.logprobs for piece in self.pieces))
+
+    @property
+    def given(self) -> Spans:
+        """Where the environment's tokens are."""
+        return tuple((piece.start, len(piece.token_ids)) for piece in self.pieces if not piece.is_sampled)
 
     @property
     def digest(self) -> Digest:
@@ -154,22 +170,36 @@ def check_rollout(rollout: Rollout, contract: SamplingContract) -> None:
     def refuse(why: str) -> None:
         raise RolloutMalformedError(f"the rollout for slot {rollout.slot} was refused", why=why, remedy=REMEDY)
 
-    position = 0
-    for previous, piece in zip((None, *rollout.pieces), rollout.pieces, strict=False):
-        if piece.start != position or not piece.token_ids or len(piece.token_ids) != len(piece.logprobs):
-            refuse("its pieces leave a hole, overlap, are empty or lack log-probabilities")
-        if previous is not None and piece.version < previous.version:
-            refuse("its versions go backwards")
-        position += len(piece.token_ids)
+    if trouble := trouble_in(rollout.pieces, contract):
+        refuse(trouble)
+    token_ids, logprobs = rollout.token_ids, rollout.logprobs
+    position = len(token_ids)
     if not 1 <= position <= contract.max_new_tokens:
         refuse(f"its length {position} is not between 1 and {contract.max_new_tokens}")
-    token_ids, logprobs = rollout.token_ids, rollout.logprobs
+    if not rollout.pieces[-1].is_sampled:
+        refuse("nobody sampled its last piece")
     if min(token_ids) < 0 or max(token_ids) >= contract.vocab_size:
         refuse(f"a token id is outside the vocabulary of {contract.vocab_size}")
     if not math.isfinite(sum(logprobs)) or max(logprobs) > 1e-3:  # a sum of float32 values does not overflow
         refuse("a log-probability is positive or not finite")
-    if not frozenset(contract.stop_ids).isdisjoint(token_ids[:-1]):
-        refuse("tokens follow a stop id")
     expected = "stop" if token_ids[-1] in contract.stop_ids else "length"
     if rollout.finish_reason != expected or (expected == "length" and position != contract.max_new_tokens):
         refuse(f"its finish reason {rollout.finish_reason} does not fit its last token and length")
+
+
+def trouble_in(pieces: Sequence[Piece], contract: SamplingContract) -> str:
+    """Why no rollout can begin with these pieces, whoever signed them and whatever their range; "" where one can."""
+    position, version, is_over, stop_ids = 0, pieces[0].version if pieces else 0, False, frozenset(contract.stop_ids)
+    for piece in pieces:
+        token_ids = piece.token_ids
+        if piece.start != position or not token_ids or (piece.is_sampled and len(piece.logprobs) != len(token_ids)):
+            return "its pieces leave a hole, overlap, are empty or lack log-probabilities"
+        if piece.version < version:
+            return "its versions go backwards"
+        if not piece.is_sampled and not is_over:
+            return "a piece without log-probabilities does not follow the end of a turn"
+        if piece.is_sampled and (is_over or not stop_ids.isdisjoint(token_ids[:-1])):
+            return "tokens follow a stop id"
+        is_over = piece.is_sampled and token_ids[-1] in stop_ids
+        position, version = position + len(token_ids), piece.version
+    return ""

@@ -57,7 +57,7 @@ class SignedPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One slot of a batch, as a trainer sees it. `mask[i]` says whether token i is live (fresh enough to train on);
+    """One slot of a batch, as a trainer sees it. `mask[i]` says whether token i is live (sampled, and fresh enough);
     `logprobs` are the sampler's; `segments` are (version, number of tokens)."""
 
     slot: str

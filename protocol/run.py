@@ -62,12 +62,15 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplingContract:
-    """How a slot must be sampled. Temperature only: truncating samplers would bias the importance weights."""
+    """How a slot must be sampled. Temperature only: truncating samplers would bias the importance weights. Where the
+    environment replies, `max_new_tokens` bounds its tokens and those of all turns together, and after `max_turns` turns
+    it is not asked any more."""
 
     temperature: float
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     vocab_size: int
+    max_turns: int = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ the coordinator's own package for what the organizer alone has.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -83,6 +83,33 @@ class Environment(Protocol):
     def held_out(self, limit: int) -> list[Task]:
         """At most `limit` held-out tasks with distinct prompts, always the same ones."""
         ...
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """As in `SingleTurn`, like the two below."""
+        ...
+
+    def reply(self, task: Task, said: Sequence[Message]) -> str | None: ...
+
+    def score_turns(self, task: Task, said: Sequence[Message]) -> float: ...
+
+
+class SingleTurn:
+    """What every environment has for conversations: those that begin here end with the model's first turn."""
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """Whether the environment may reply to turns."""
+        return False
+
+    def reply(self, task: Task, said: Sequence[Message]) -> str | None:
+        """A tool's message to the last of `said`, which is all after the prompt; None = the conversation is over.
+        Always the same for the same turns. Raises `EngineError`."""
+        return None
+
+    def score_turns(self: Environment, task: Task, said: Sequence[Message]) -> float:
+        """The conversation's reward, in [0, 1]. Raises `EngineError` when there is none."""
+        return self.score(task, said[-1].content)
 
 
 def is_held_out(prompt: str) -> bool:

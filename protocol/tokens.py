@@ -39,6 +39,18 @@ class Tokenizer:
             )
         return tuple(self._backend.encode(self.chat_template.render(messages), add_special_tokens=False).ids)
 
+    def encode_reply(self, messages: Sequence[Message], reply: str, *, end: int) -> tuple[int, ...]:
+        """Token ids of a tool's reply to a turn that ended with the stop id `end`, up to where the model is to go on;
+        after a prompt that is plain text (no `messages`) the reply stands alone. Raises `UsageError` where the chat
+        template cannot write it, or nothing is left of it."""
+        text = reply
+        if messages and self.chat_template is not None:
+            text = self.chat_template.render_reply(messages, reply).removeprefix(self._backend.id_to_token(end) or "")
+        token_ids = tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        if not token_ids:
+            raise UsageError("a reply was refused", why="the model's tokenizer makes no token of it")
+        return token_ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, special tokens left out. Raises `RolloutMalformedError` on an id out of range."""
         bad = next((token for token in token_ids if not 0 <= token < self.vocab_size), None)

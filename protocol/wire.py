@@ -13,6 +13,7 @@ from protocol.rollout import (
     FinishReason,
     Piece,
     Rollout,
+    Spans,
     pack_ids,
     pack_logprobs,
     unpack_ids,
@@ -85,10 +86,11 @@ def rollout_of(message: control_pb2.Rollout) -> Rollout:
     return Rollout(slot, tuple(piece_of(piece) for piece in message.pieces), reasons[message.finish_reason])
 
 
-def completion_in(data: bytes) -> tuple[int, ...]:
-    """The token ids of a serialized rollout that was read before."""
+def completion_in(data: bytes) -> tuple[tuple[int, ...], Spans]:
+    """The token ids of a serialized rollout that was read before, and where the environment's are."""
     pieces = control_pb2.Rollout.FromString(data).pieces
-    return unpack_ids(b"".join(piece.token_ids for piece in pieces))
+    given = tuple((piece.start, len(piece.token_ids) // 4) for piece in pieces if not piece.logprobs)
+    return unpack_ids(b"".join(piece.token_ids for piece in pieces)), given
 
 
 def sample_message(sample: TrainSample) -> control_pb2.TrainSample:

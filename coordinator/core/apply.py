@@ -88,7 +88,9 @@ def apply(state: State, fact: f.Fact) -> None:
         case f.LeaseClosed():
             _close(state, fact)
         case f.SlotMoved():
-            _slot(state, fact.slot).prefix = Prefix(fact.segments, fact.edge)
+            _slot(state, fact.slot).prefix = Prefix(fact.segments, fact.edge, fact.given)
+        case f.TurnTaken():
+            _take_turn(state, fact)
         case f.PrefixDropped():
             _slot(state, fact.slot).prefix = None
         case f.SlotFailed():
@@ -110,10 +112,7 @@ def apply(state: State, fact: f.Fact) -> None:
         case f.RoundAborted():
             _abort(state, fact)
         case f.EvaluationRecorded():
-            record = state.record(fact.version)
-            if record is not None:
-                record.accuracy, record.num_tasks = fact.accuracy, fact.num_tasks
-            state.evaluations_due = [v for v in state.evaluations_due if v != fact.version]
+            _evaluate(state, fact)
         case _:
             assert_never(fact)
 
@@ -246,16 +245,31 @@ def _accept(state: State, fact: f.RolloutAccepted) -> None:
     slot = _slot(state, fact.slot)
     _move(state, slot, "accepted")
     num_tokens = sum(length for _, length in fact.segments)
-    num_given = slot.prefix.num_tokens if slot.prefix else 0
+    num_before = slot.prefix.num_tokens if slot.prefix else 0
     slot.lease_id, slot.peer_id, slot.prefix = None, fact.peer_id, None
-    slot.digest, slot.segments = fact.digest, fact.segments
+    slot.digest, slot.segments, slot.given = fact.digest, fact.segments, fact.given
     node = state.nodes[fact.peer_id]
     node.num_accepted += 1
+    node.num_tokens += sum(length for _, length in slot.sampled)
+    _credit(node, num_tokens - num_before, now_ms=fact.accepted_ms)
+    state.mean_length += (num_tokens - state.mean_length) * (LENGTH_ALPHA if state.mean_length else 1.0)
+
+
+def _take_turn(state: State, fact: f.TurnTaken) -> None:
+    place, slot = (fact.slot.task.index, fact.slot.sample), _slot(state, fact.slot)
+    _end_claim(state, fact.lease_id, place, how="filled")
+    num_before = slot.prefix.num_tokens if slot.prefix else 0
+    slot.prefix = Prefix(fact.segments, fact.edge, fact.given, fact.answered)
+    num_sampled = slot.prefix.num_tokens - fact.given[-1][1] - num_before
+    _credit(state.nodes[fact.peer_id], num_sampled, now_ms=fact.taken_ms)
+    _wait_again(state, place)
+
+
+def _credit(node: Node, num_tokens: int, *, now_ms: int) -> None:
+    """The node did with a slot what it was asked for, and sampled so many tokens for it."""
     node.credit = min(node.credit + 1, MAX_CREDIT)
     node.failure -= FAILURE_ALPHA * node.failure
-    node.num_tokens += num_tokens
-    _measure(node, num_tokens - num_given, now_ms=fact.accepted_ms)
-    state.mean_length += (num_tokens - state.mean_length) * (LENGTH_ALPHA if state.mean_length else 1.0)
+    _measure(node, num_tokens, now_ms=now_ms)
 
 
 def _measure(node: Node, num_tokens: int, *, now_ms: int) -> None:
@@ -335,10 +349,17 @@ def _commit(state: State, fact: f.VersionCommitted) -> None:
         state.evaluations_due = [*state.evaluations_due, fact.version][-MAX_EVALUATIONS_DUE:]
 
 
+def _evaluate(state: State, fact: f.EvaluationRecorded) -> None:
+    record = state.record(fact.version)
+    if record is not None:
+        record.accuracy, record.num_tasks = fact.accuracy, fact.num_tasks
+    state.evaluations_due = [v for v in state.evaluations_due if v != fact.version]
+
+
 def _count_trained(state: State, batch: Batch, slot: Slot) -> None:
     assert slot.peer_id is not None
     state.nodes[slot.peer_id].num_trained += 1
-    for version, length in slot.segments:
+    for version, length in slot.sampled:
         age = lag(v_train=batch.base_version, v_token=version)
         if age > batch.max_lag:
             state.num_tokens_masked += length

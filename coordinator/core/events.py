@@ -10,6 +10,7 @@ from typing import Literal
 
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, SlotKey, Version
 from protocol.manifest import Body
+from protocol.rollout import Spans
 from protocol.run import Role
 
 InviteRole = Literal["auto", "trainer", "rollout"]
@@ -128,13 +129,14 @@ class LeaseReturned:
 @dataclass(frozen=True, slots=True)
 class SlotProgress:
     """How far a slot has come: `segments` are (version, number of tokens) of all that was received of it, `edge` is
-    the digest (`protocol.rollout.edges_of`) after the last of its pieces."""
+    the digest (`protocol.rollout.edges_of`) after the last of its pieces, `given` says where the environment's are."""
 
     peer_id: PeerId
     lease_id: LeaseId
     slot: SlotKey
     segments: tuple[tuple[Version, int], ...]
     edge: Digest
+    given: Spans = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,18 @@ class PrefixLost:
 
 
 @dataclass(frozen=True, slots=True)
+class EnvironmentReplied:
+    """What the environment said to the turn that a rollout ends with: so many tokens, and the digest after them."""
+
+    num_tokens: int
+    edge: Digest
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutSubmitted:
     """A filled slot whose shape and signatures the shell has checked. `segments` are (version, number of tokens);
-    `edges` the digests after its pieces (`protocol.rollout.edges_of`)."""
+    `edges` the digests after its pieces (`protocol.rollout.edges_of`), `given` where the environment's tokens are. With
+    a `reply` it is not at its end; a text is why the environment could not say whether it is."""
 
     peer_id: PeerId
     lease_id: LeaseId
@@ -163,6 +174,8 @@ class RolloutSubmitted:
     digest: Digest
     segments: tuple[tuple[Version, int], ...]
     edges: tuple[Digest, ...] = ()
+    given: Spans = ()
+    reply: EnvironmentReplied | str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from coordinator.core.events import InviteRole
 from protocol.errors import JournalError
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, SlotKey, TaskKey, Version
 from protocol.manifest import Body
+from protocol.rollout import Spans
 from protocol.round import Member, Shard
 from protocol.run import Role
 
@@ -153,11 +154,27 @@ class LeaseClosed:
 @dataclass(frozen=True, slots=True)
 class SlotMoved:
     """A slot that waits again keeps what was received of it: whoever fills it goes on from there. `segments` are
-    (version, number of tokens), `edge` is the digest after the last piece."""
+    (version, number of tokens), `edge` is the digest after the last piece, `given` where the environment's are."""
 
     slot: SlotKey
     segments: tuple[tuple[Version, int], ...]
     edge: Digest
+    given: Spans = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTaken:
+    """A node handed in a turn of a slot, and the environment replied: the slot waits again, and goes on after the
+    reply. `segments`, `edge` and `given` are of all up to there; `answered` is the digest before the reply."""
+
+    slot: SlotKey
+    lease_id: LeaseId
+    peer_id: PeerId
+    segments: tuple[tuple[Version, int], ...]
+    edge: Digest
+    given: Spans
+    answered: Digest
+    taken_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +187,7 @@ class PrefixDropped:
 
 @dataclass(frozen=True, slots=True)
 class SlotFailed:
-    """A waiting slot was tried too often: it ends without a reward, as a dead letter."""
+    """A waiting slot was tried too often, or its environment failed: it ends without a reward, as a dead letter."""
 
     slot: SlotKey
     reason: str
@@ -187,16 +204,17 @@ class SlotCancelled:
 
 @dataclass(frozen=True, slots=True)
 class SlotGivenBack:
-    """One slot left its lease unfilled: what was handed in was too old, or nothing came of it any more."""
+    """One slot left its lease unfilled: what was handed in was too old, nothing came of it any more, or the environment
+    had no reply to it."""
 
     lease_id: LeaseId
     slot: SlotKey
-    reason: Literal["stale", "stalled"] = "stale"
+    reason: Literal["stale", "stalled", "no_reply"] = "stale"
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutAccepted:
-    """A slot is filled. `segments` are (version, number of tokens)."""
+    """A slot is filled. `segments` are (version, number of tokens), `given` says where the environment's are."""
 
     slot: SlotKey
     lease_id: LeaseId
@@ -204,6 +222,7 @@ class RolloutAccepted:
     digest: Digest
     segments: tuple[tuple[Version, int], ...]
     accepted_ms: int
+    given: Spans = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +297,7 @@ Fact = (
     | LeaseExtended
     | LeaseClosed
     | SlotMoved
+    | TurnTaken
     | PrefixDropped
     | SlotFailed
     | SlotCancelled

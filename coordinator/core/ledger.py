@@ -1,14 +1,15 @@
 """Gate 2: which filled slots are accepted, and what their rewards make of their groups. Pure.
 
 Invariants: a slot is filled once, by the node that holds it under an open lease; the same rollout again from the same
-node is a DUPLICATE and changes nothing; a slot that moved is filled only by what goes on from its prefix.
+node is a DUPLICATE and changes nothing; a slot that moved is filled only by what goes on from its prefix; the
+environment's tokens in it are those of the prefix, and no node adds to them.
 """
 
 import math
 
 from coordinator.core.effects import ScoreRollout
-from coordinator.core.events import RolloutScored, RolloutSubmitted
-from coordinator.core.facts import LeaseClosed, RewardRecorded, RolloutAccepted, SlotGivenBack
+from coordinator.core.events import EnvironmentReplied, RolloutScored, RolloutSubmitted
+from coordinator.core.facts import LeaseClosed, RewardRecorded, RolloutAccepted, SlotFailed, SlotGivenBack, TurnTaken
 from coordinator.core.leases import unknown_lease
 from coordinator.core.replies import Receipt
 from coordinator.core.returns import settle
@@ -19,7 +20,7 @@ from protocol.lag import is_fresh
 
 
 def submit(turn: Turn, event: RolloutSubmitted) -> Receipt:
-    """ACCEPTED, DUPLICATE, or VERSION_TOO_OLD (the slot is given back).
+    """ACCEPTED, DUPLICATE, VERSION_TOO_OLD (the slot is given back), or TURN_TAKEN or SLOT_FAILED (by the environment).
 
     Raises `NotEnrolledError`, `LeaseUnknownError`, `RolloutConflictError`, `RolloutMalformedError` or
     `VersionFromFutureError`; then nothing has changed.
@@ -34,6 +35,8 @@ def submit(turn: Turn, event: RolloutSubmitted) -> Receipt:
             why="this node filled the slot with another rollout before",
             remedy="Drop it.",
         )
+    if _is_answered(turn, event):
+        return Receipt(event.slot, "DUPLICATE", "its last turn was taken before")
     _check_lease(turn, event)
     head = _check_segments(turn, event)
     _check_prefix(turn, event)
@@ -45,10 +48,38 @@ def submit(turn: Turn, event: RolloutSubmitted) -> Receipt:
         detail = f"its newest token is of version {newest}, the newest version is {head}, the bound {turn.max_lag}"
         return Receipt(event.slot, "VERSION_TOO_OLD", detail)
     turn.soft.faults.pop(event.peer_id, None)
-    turn.emit(RolloutAccepted(event.slot, event.lease_id, event.peer_id, event.digest, event.segments, turn.now_ms))
+    if isinstance(event.reply, str):
+        return _fail(turn, event, event.reply)
+    if event.reply is not None:
+        return _take_turn(turn, event, event.reply)
+    turn.emit(
+        RolloutAccepted(
+            event.slot, event.lease_id, event.peer_id, event.digest, event.segments, turn.now_ms, event.given
+        )
+    )
     _close_if_done(turn, event)
     turn.ask(ScoreRollout(event.slot))
     return Receipt(event.slot, "ACCEPTED")
+
+
+def _take_turn(turn: Turn, event: RolloutSubmitted, reply: EnvironmentReplied) -> Receipt:
+    """The environment's tokens follow, as of the version before them, and the slot waits for whoever goes on."""
+    *before, (version, length) = event.segments
+    segments = (*before, (version, length + reply.num_tokens))
+    given = (*event.given, (sum(length for _, length in event.segments), reply.num_tokens))
+    answered = event.edges[-1]
+    turn.emit(TurnTaken(event.slot, event.lease_id, event.peer_id, segments, reply.edge, given, answered, turn.now_ms))
+    _close_if_done(turn, event)
+    return Receipt(event.slot, "TURN_TAKEN", "the slot goes on after the environment's reply")
+
+
+def _fail(turn: Turn, event: RolloutSubmitted, reason: str) -> Receipt:
+    """Nobody else's turn would fare better: the slot ends, and nothing speaks against the node."""
+    turn.emit(SlotGivenBack(event.lease_id, event.slot, "no_reply"))
+    turn.emit(SlotFailed(event.slot, reason))
+    _close_if_done(turn, event)
+    settle(turn, event.slot.task.index)
+    return Receipt(event.slot, "SLOT_FAILED", reason)
 
 
 def score(turn: Turn, event: RolloutScored) -> None:
@@ -77,6 +108,13 @@ def _fill_of(turn: Turn, key: SlotKey) -> tuple[PeerId, Digest] | None:
     if retired is None or retired.task != key.task or retired.version != key.version:
         return None
     return retired.fills[key.sample] if 0 <= key.sample < len(retired.fills) else None
+
+
+def _is_answered(turn: Turn, event: RolloutSubmitted) -> bool:
+    """Whether the slot goes on from a reply to just this."""
+    slot = turn.state.find(event.slot)
+    prefix = slot.prefix if slot is not None else None
+    return prefix is not None and prefix.answered is not None and event.edges[-1:] == (prefix.answered,)
 
 
 def _check_lease(turn: Turn, event: RolloutSubmitted) -> None:
@@ -111,7 +149,14 @@ def _check_segments(turn: Turn, event: RolloutSubmitted) -> Version:
 
 def _check_prefix(turn: Turn, event: RolloutSubmitted) -> None:
     slot = turn.state.find(event.slot)
-    if slot is not None and slot.prefix is not None and slot.prefix.edge not in event.edges:
+    prefix = slot.prefix if slot is not None else None
+    if event.given != (prefix.given if prefix is not None else ()):
+        raise RolloutMalformedError(
+            f"the rollout for slot {event.slot} was refused",
+            why="it has tokens of the environment which did not come with its lease",
+            remedy="Hand in what was sampled; the coordinator asks the environment.",
+        )
+    if prefix is not None and prefix.edge not in event.edges:
         raise RolloutMalformedError(
             f"the rollout for slot {event.slot} was refused",
             why="it does not go on from the pieces that came with its lease",

@@ -17,7 +17,7 @@ def batch_metrics(state: State, batch: Batch) -> dict[str, float]:
     lags = [
         (lag(v_train=batch.base_version, v_token=version), length)
         for slot in trained
-        for version, length in slot.segments
+        for version, length in slot.sampled
     ]
     num_tokens = sum(length for _, length in lags)
     return {

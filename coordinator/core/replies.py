@@ -27,10 +27,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of a rollout. VERSION_TOO_OLD = refused, and the slot was given back to be filled anew."""
+    """What became of a rollout. VERSION_TOO_OLD = refused, and the slot was given back to be filled anew; TURN_TAKEN =
+    the slot goes on after the environment's reply; SLOT_FAILED = the environment could not reply."""
 
     slot: SlotKey
-    outcome: Literal["ACCEPTED", "DUPLICATE", "VERSION_TOO_OLD"]
+    outcome: Literal["ACCEPTED", "DUPLICATE", "VERSION_TOO_OLD", "TURN_TAKEN", "SLOT_FAILED"]
     detail: str = ""
 
 

@@ -182,7 +182,7 @@ def _learn_length(turn: Turn, index: int) -> None:
 def _keep_prefix(turn: Turn, place: tuple[int, int]) -> None:
     advance = turn.soft.progress.pop(place, None)
     if advance is not None:
-        turn.emit(SlotMoved(advance.said.slot, advance.said.segments, advance.said.edge))
+        turn.emit(SlotMoved(advance.said.slot, advance.said.segments, advance.said.edge, advance.said.given))
 
 
 def _prolong(turn: Turn, progress: SlotProgress) -> None:

@@ -16,8 +16,8 @@ from protocol.run import Staleness
 
 @dataclass(frozen=True, slots=True)
 class ShareItem:
-    """A slot of a member's share. `segments` are (version, number of tokens); `mask[i]` is 1 if token i is live, else
-    0; `advantage` is the reward minus the mean of its group's rewards."""
+    """A slot of a member's share. `segments` are (version, number of tokens); `mask[i]` is 1 if token i is live
+    (sampled, and fresh), else 0; `advantage` is the reward minus the mean of its group's rewards."""
 
     slot: SlotKey
     advantage: float
@@ -27,16 +27,19 @@ class ShareItem:
 
 def live_mask(slot: Slot, *, v_train: Version, max_lag: int) -> bytes:
     """One byte for each token of the completion."""
-    return b"".join(
+    mask = b"".join(
         (b"\1" if is_fresh(v_train=v_train, v_token=version, max_lag=max_lag) else b"\0") * length
         for version, length in slot.segments
     )
+    for start, length in slot.given:
+        mask = mask[:start] + bytes(length) + mask[start + length :]
+    return mask
 
 
 def num_live_tokens(slot: Slot, *, v_train: Version, max_lag: int, staleness: Staleness = "mask_tokens") -> int:
     """Tokens of the slot that may contribute to the update from `v_train`; where the policy is to drop whole rollouts,
     none of one that has a token over the bound."""
-    fresh = [length for version, length in slot.segments if is_fresh(v_train=v_train, v_token=version, max_lag=max_lag)]
+    fresh = [length for version, length in slot.sampled if is_fresh(v_train=v_train, v_token=version, max_lag=max_lag)]
     return sum(fresh) if staleness != "drop" or len(fresh) == len(slot.segments) else 0
 
 

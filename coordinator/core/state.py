@@ -15,6 +15,7 @@ from coordinator.core.facts import LeaseEnd
 from protocol.errors import JournalError
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, SlotKey, TaskKey, Version
 from protocol.manifest import Body
+from protocol.rollout import Spans
 from protocol.round import Member, Shard
 from protocol.run import Role
 
@@ -80,10 +81,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What was received of a slot before it moved: whoever fills it must go on from exactly this."""
+    """What was received of a slot before it moved: whoever fills it must go on from exactly this. `given` is where the
+    environment's tokens are; where it ends with them, `answered` is the digest before."""
 
     segments: tuple[tuple[Version, int], ...]
     edge: Digest
+    given: Spans = ()
+    answered: Digest | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -93,8 +97,9 @@ class Prefix:
 
 @dataclass(slots=True)
 class Slot:
-    """One sample. `peer_id`, `digest` and `segments` are set once it is filled. While it waits or runs, `prefix` is
-    what it goes on from, `num_tries` counts the nodes that failed it, and `failed_by` is the last of them."""
+    """One sample. `peer_id`, `digest`, `segments`, and `given` (where the environment's tokens are) are set once it is
+    filled. While it waits or runs, `prefix` is what it goes on from, `num_tries` counts the nodes that failed it,
+    and `failed_by` is the last of them."""
 
     status: Status = "waiting"
     lease_id: LeaseId | None = None
@@ -105,6 +110,20 @@ class Slot:
     prefix: Prefix | None = None
     num_tries: int = 0
     failed_by: PeerId | None = None
+    given: Spans = ()
+
+    @property
+    def sampled(self) -> tuple[tuple[Version, int], ...]:
+        """`segments` less the environment's tokens, which no version sampled."""
+        if not self.given:
+            return self.segments
+        found, start = list[tuple[Version, int]](), 0
+        for version, length in self.segments:
+            stop = start + length
+            num_given = sum(max(0, min(stop, at + num) - max(start, at)) for at, num in self.given)
+            found.append((version, length - num_given))
+            start = stop
+        return tuple(found)
 
 
 @dataclass(slots=True)

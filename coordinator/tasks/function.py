@@ -8,13 +8,15 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from blake3 import blake3
 
 from coordinator.tasks.prompts import draft_of, is_the_answer
+from protocol.chat import Message
 from protocol.errors import EngineError, HexcombError, UsageError
 from protocol.gym_tasks import quiet_and_seeded
 from protocol.ids import Digest
@@ -31,7 +33,9 @@ T = TypeVar("T")
 class TaskObject(Protocol):
     """What the function returns. It may also have `score(row, completion) -> float` in [0, 1], where `row` is what
     `task` gave without its prompt (else a completion must be the answer, white space around it aside), and `digest`, a
-    text that changes when the data behind the tasks does."""
+    text that changes when the data behind the tasks does. With `reply(row, messages) -> str | None` its tasks are
+    conversations: it gives a tool's message to the model's turn, or None at the end; `score` gets the messages too, all
+    after the prompt. It must reply alike to like turns: it is asked for each of them again and again."""
 
     def task(self, seed: int, index: int) -> Mapping[str, Any]:
         """The columns of one task, always the same for the same numbers, among them `prompt` (a text, or messages) and
@@ -83,6 +87,32 @@ class FunctionEnvironment:
             return is_the_answer(task, completion)
         what = f"score() of {self._pool.source}"
         value = _guarded(what, EngineError, lambda: float(score(task.entry, completion)))
+        return checked_score(self.name, task.key, value)
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """Whether the object has a `reply`."""
+        return callable(getattr(self._object, "reply", None))
+
+    def reply(self, task: Task, said: Sequence[Message]) -> str | None:
+        """What the object says to these turns. Raises `EngineError` where it fails, or says what is no text."""
+        if not self.is_multi_turn:
+            return None
+        what, object_ = f"reply() of {self._pool.source}", self._object
+        with quiet_and_seeded(draw(task.key.seed, task.key.index, len(said))):
+            reply: Any = _guarded(what, EngineError, lambda: object_.reply(task.entry, _messages(said)))  # type: ignore[attr-defined]
+        if reply is not None and not isinstance(reply, str):
+            raise EngineError(f"{what} gave {type(reply).__name__}", why="a reply is a text, or None at the end")
+        return reply
+
+    def score_turns(self, task: Task, said: Sequence[Message]) -> float:
+        """The conversation's reward, in [0, 1]; without a `score` the last message must be the answer. Raises
+        `EngineError` when there is none."""
+        score = getattr(self._object, "score", None)
+        if score is None or not self.is_multi_turn:
+            return self.score(task, said[-1].content)
+        what = f"score() of {self._pool.source}"
+        value = _guarded(what, EngineError, lambda: float(score(task.entry, _messages(said))))
         return checked_score(self.name, task.key, value)
 
     def held_out(self, limit: int) -> list[Task]:
@@ -138,6 +168,10 @@ def import_function(source: str, folder: Path) -> tuple[Any, Callable[..., Any]]
             remedy="Write MODULE:FUNCTION in the run file.",
         )
     return module, function
+
+
+def _messages(said: Sequence[Message]) -> list[dict[str, str]]:
+    return [asdict(message) for message in said]
 
 
 def _text(row: Mapping[str, Any]) -> str:

@@ -49,14 +49,29 @@ class MixtureEnvironment:
 
     def score(self, task: Task, completion: str) -> float:
         """As the task's pool scores it, by what it gave itself."""
-        name = task.entry[POOL]
-        own = {column: value for column, value in task.entry.items() if column != POOL}
-        key = TaskKey(name, task.key.seed, task.key.index)
-        return self._pools[name].score(replace(task, key=key, entry=own), completion)
+        return self._pools[task.entry[POOL]].score(self._own(task), completion)
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """Whether one of the pools may reply."""
+        return any(pool.is_multi_turn for pool in self._pools.values())
+
+    def reply(self, task: Task, said: Sequence[Message]) -> str | None:
+        """As the task's pool replies."""
+        return self._pools[task.entry[POOL]].reply(self._own(task), said)
+
+    def score_turns(self, task: Task, said: Sequence[Message]) -> float:
+        """As the task's pool scores them."""
+        return self._pools[task.entry[POOL]].score_turns(self._own(task), said)
 
     def held_out(self, limit: int) -> list[Task]:
         """At most `limit` held-out tasks with distinct prompts, of the pools in proportion to their weights."""
         return distinct_held_out(self, limit)
+
+    def _own(self, task: Task) -> Task:
+        """The task as its pool knows it."""
+        own = {column: value for column, value in task.entry.items() if column != POOL}
+        return replace(task, key=TaskKey(task.entry[POOL], task.key.seed, task.key.index), entry=own)
 
     def _pool_of(self, seed: int, index: int) -> str:
         share = draw(seed, index, -1) / 2**31
@@ -89,6 +104,19 @@ class ChatEnvironment:
     def score(self, task: Task, completion: str) -> float:
         """As the other scores it."""
         return self._inner.score(task, completion)
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """As the other is."""
+        return self._inner.is_multi_turn
+
+    def reply(self, task: Task, said: Sequence[Message]) -> str | None:
+        """As the other replies."""
+        return self._inner.reply(task, said)
+
+    def score_turns(self, task: Task, said: Sequence[Message]) -> float:
+        """As the other scores them."""
+        return self._inner.score_turns(task, said)
 
     def held_out(self, limit: int) -> list[Task]:
         """At most `limit` held-out tasks with distinct prompts, always the same ones."""

@@ -5,13 +5,13 @@ Invariant: a prompt is a text, or messages of which the last is the user's; noth
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from protocol.chat import Message
 from protocol.errors import EngineError, UsageError
 from protocol.tasks import Task
 
-ROLES = get_args(get_type_hints(Message)["role"])
+ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from coordinator.tasks.prompts import Draft, is_the_answer
 from protocol.errors import UsageError
 from protocol.ids import Digest
 from protocol.manifest import digest_of
-from protocol.tasks import Split, Task, checked_score, distinct_held_out, is_held_out, key_of
+from protocol.tasks import SingleTurn, Split, Task, checked_score, distinct_held_out, is_held_out, key_of
 from protocol.tokens import Tokenizer
 
 Score = Callable[[Task, str], float]
 
 
-class RowsEnvironment:
+class RowsEnvironment(SingleTurn):
     """Tasks from rows, whose content `digest` names; a completion scores 1 when it is the answer, white space around it
     aside, unless `score` judges otherwise. With `num_tasks` the tasks to train on are the first so many of the first
     epoch, again and again."""

@@ -100,7 +100,9 @@ class Slot(message.Message):
 
 @typing.final
 class Piece(message.Message):
-    """Consecutive tokens of one slot, from one node and one version."""
+    """Consecutive tokens of one slot, from one node and one version; or what the environment said at the end of a turn,
+    which nobody sampled and nothing is learnt from.
+    """
 
     DESCRIPTOR: descriptor.Descriptor
 
@@ -111,15 +113,15 @@ class Piece(message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
     node: builtins.str
-    """Peer id of the node that sampled and signed it."""
+    """Peer id of the node that sampled and signed it; the coordinator's where the environment said it."""
     version: builtins.int
-    """Version of the weights."""
+    """Version of the weights; the environment's piece has that of the piece before it."""
     start: builtins.int
     """Position of the first token in the completion."""
     token_ids: builtins.bytes
     """Token ids, little-endian int32."""
     logprobs: builtins.bytes
-    """Log-probabilities at temperature 1, little-endian float32."""
+    """Log-probabilities at temperature 1, little-endian float32; none where the environment said it."""
     signature: builtins.bytes
     """The node's Ed25519 signature."""
     def __init__(

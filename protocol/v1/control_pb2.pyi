@@ -507,7 +507,9 @@ class SlotWork(message.Message):
 
     @builtins.property
     def pieces(self) -> containers.RepeatedCompositeFieldContainer[common_pb2.Piece]:
-        """What other nodes have sampled of the slot: go on after the last of their tokens, and hand these in too."""
+        """What is there of the slot, sampled by other nodes or said by the environment: go on after the last of its tokens,
+        and hand these in too.
+        """
 
     def __init__(
         self,
@@ -751,7 +753,9 @@ class RolloutReceipt(message.Message):
     OUTCOME_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     outcome: builtins.str
-    """"ACCEPTED", "DUPLICATE" (accepted before, the same bytes), or the code of the refusal."""
+    """"ACCEPTED", "DUPLICATE" (taken before, the same bytes), "TURN_TAKEN" (the environment replied: the slot goes on
+    under another lease), "SLOT_FAILED" (the environment could not reply), or the code of the refusal.
+    """
     detail: builtins.str
     """For people."""
     @builtins.property
@@ -877,9 +881,9 @@ class TrainSample(message.Message):
     completion_ids: builtins.bytes
     """Completion, little-endian int32."""
     logprobs: builtins.bytes
-    """Sampler's log-probabilities, little-endian float32."""
+    """Sampler's log-probabilities, little-endian float32; 0 for the environment's tokens."""
     mask: builtins.bytes
-    """One byte for each token: 1 = live, 0 = too old to train on."""
+    """One byte for each token: 1 = live, 0 = too old to train on, or the environment's."""
     advantage: builtins.float
     """Reward minus the group's mean."""
     @builtins.property

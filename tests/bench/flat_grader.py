@@ -3,13 +3,13 @@
 from coordinator import grader_worker
 from protocol.ids import Digest, TaskKey
 from protocol.run import EnvironmentSpec
-from protocol.tasks import Split, Task
+from protocol.tasks import SingleTurn, Split, Task
 from protocol.tokens import Tokenizer
 
 PROMPT_TOKENS = 32
 
 
-class FlatEnvironment:
+class FlatEnvironment(SingleTurn):
     """Prompts of a fixed length, and a reward that any completion may have."""
 
     name, digest = "flat", Digest("0" * 64)

@@ -55,8 +55,8 @@ def test_a_prefix_that_does_not_hold_goes_to_nobody(monkeypatch: pytest.MonkeyPa
         "its end is missing": (THREE[:2], prefix_of(*THREE), RolloutMalformedError, "no longer here"),
         "another prefix": (THREE, prefix_of(piece(0, 5)), RolloutMalformedError, "no longer here"),
         "forged": ((THREE[0], forged), prefix_of(THREE[0], forged), UnauthenticatedError, "not one of"),
-        "after a stop id": (stopped, prefix_of(*stopped), RolloutMalformedError, "holds a stop id"),
-        "at its stop id": (ended, prefix_of(*ended), RolloutMalformedError, "holds a stop id"),
+        "after a stop id": (stopped, prefix_of(*stopped), RolloutMalformedError, "tokens follow a stop id"),
+        "at its stop id": (ended, prefix_of(*ended), RolloutMalformedError, "ends with a stop id"),
         "nothing is left to sample": (whole, prefix_of(*whole), RolloutMalformedError, "as long as"),
         "too many pieces": (tiny, prefix_of(*tiny), RolloutMalformedError, "more than 49 pieces"),
     }

@@ -11,7 +11,7 @@ import time
 from coordinator import grader_worker
 from protocol.ids import Digest, TaskKey
 from protocol.run import EnvironmentSpec
-from protocol.tasks import Split, Task
+from protocol.tasks import SingleTurn, Split, Task
 from protocol.tokens import Tokenizer
 
 WORDS = ["right", "wrong", "hang", "stubborn", "freeze", "die", "leave", "fault", "odd", "memory", "write", "print"]
@@ -20,7 +20,7 @@ SCORE_LIMIT_S = 0.3
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
 
 
-class ToyEnvironment:
+class ToyEnvironment(SingleTurn):
     """Scores 1 for the word `right`. A task's prompt says how the child is confined."""
 
     name, digest = "toy", Digest("0" * 64)
