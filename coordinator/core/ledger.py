@@ -13,6 +13,7 @@ from coordinator.core.facts import LeaseClosed, RewardRecorded, RolloutAccepted,
 from coordinator.core.leases import unknown_lease
 from coordinator.core.replies import Receipt
 from coordinator.core.returns import settle
+from coordinator.core.state import Prefix
 from coordinator.core.turn import Turn
 from protocol.errors import RolloutConflictError, RolloutMalformedError, VersionFromFutureError
 from protocol.ids import Digest, PeerId, SlotKey, Version
@@ -40,6 +41,7 @@ def submit(turn: Turn, event: RolloutSubmitted) -> Receipt:
     _check_lease(turn, event)
     head = _check_segments(turn, event)
     _check_prefix(turn, event)
+    _check_given(turn, event)
     turn.soft.progress.pop((event.slot.task.index, event.slot.sample), None)
     newest = event.segments[-1][0]
     if not is_fresh(v_train=head, v_token=newest, max_lag=turn.max_lag):
@@ -112,8 +114,7 @@ def _fill_of(turn: Turn, key: SlotKey) -> tuple[PeerId, Digest] | None:
 
 def _is_answered(turn: Turn, event: RolloutSubmitted) -> bool:
     """Whether the slot goes on from a reply to just this."""
-    slot = turn.state.find(event.slot)
-    prefix = slot.prefix if slot is not None else None
+    prefix = _prefix_of(turn, event)
     return prefix is not None and prefix.answered is not None and event.edges[-1:] == (prefix.answered,)
 
 
@@ -147,21 +148,29 @@ def _check_segments(turn: Turn, event: RolloutSubmitted) -> Version:
     return head
 
 
-def _check_prefix(turn: Turn, event: RolloutSubmitted) -> None:
-    slot = turn.state.find(event.slot)
-    prefix = slot.prefix if slot is not None else None
+def _check_given(turn: Turn, event: RolloutSubmitted) -> None:
+    prefix = _prefix_of(turn, event)
     if event.given != (prefix.given if prefix is not None else ()):
         raise RolloutMalformedError(
             f"the rollout for slot {event.slot} was refused",
-            why="it has tokens of the environment which did not come with its lease",
+            why="it has other tokens of the environment than came with its lease",
             remedy="Hand in what was sampled; the coordinator asks the environment.",
         )
+
+
+def _check_prefix(turn: Turn, event: RolloutSubmitted) -> None:
+    prefix = _prefix_of(turn, event)
     if prefix is not None and prefix.edge not in event.edges:
         raise RolloutMalformedError(
             f"the rollout for slot {event.slot} was refused",
             why="it does not go on from the pieces that came with its lease",
             remedy="Hand in those pieces as they came, and then what was sampled after them.",
         )
+
+
+def _prefix_of(turn: Turn, event: RolloutSubmitted) -> Prefix | None:
+    slot = turn.state.find(event.slot)
+    return slot.prefix if slot is not None else None
 
 
 def _close_if_done(turn: Turn, event: RolloutSubmitted) -> None:

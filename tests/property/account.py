@@ -12,6 +12,7 @@ from coordinator.core import shares
 from coordinator.core.events import Event
 from coordinator.core.handle import Decision
 from protocol.ids import Digest, LeaseId, PeerId, RoundId, SlotKey, Version
+from protocol.rollout import Spans
 from protocol.run import RunSpec
 from tests.coordinator.world import World
 from tests.scenarios.tokens import Tokens
@@ -31,7 +32,7 @@ class CountedWorld(World):
 
 class Account:
     """The books of one history. `claims` are open leases with their unfilled slots, `holders` their nodes, begin and
-    deadline; `accepted` is what was acknowledged, `ends` where slots ended."""
+    deadline; `accepted` is what was acknowledged, `given` where the environment spoke, `ends` where slots ended."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -43,6 +44,7 @@ class Account:
         self.handed_in: dict[SlotKey, tuple[Tokens, Digest]] = {}
         self.to_move: set[SlotKey] = set()
         self.prefixes: dict[SlotKey, tuple[Tokens, Digest]] = {}
+        self.given: dict[SlotKey, Spans] = {}
         self.rewards: dict[SlotKey, float] = {}
         self.ends: dict[SlotKey, End] = {}
         self.sealed: dict[RoundId, f.RoundSealed] = {}
@@ -89,10 +91,19 @@ class Account:
                 self.claims[fact.lease_id].remove(fact.slot)
                 self.prefixes.pop(fact.slot, None)
                 self.handed_in.pop(fact.slot, None)
+                if isinstance(fact, f.SlotGivenBack):
+                    self.given.pop(fact.slot, None)
+            case f.TurnTaken():
+                self.claims[fact.lease_id].remove(fact.slot)
+                self.prefixes[fact.slot] = (fact.segments, fact.edge)
+                assert fact.given[:-1] == self.given.get(fact.slot, ()), "what the environment said before is lost"
+                self.given[fact.slot] = fact.given
+                self.handed_in.pop(fact.slot, None)
             case f.SlotMoved():
                 self._move(fact)
             case f.PrefixDropped():
                 del self.prefixes[fact.slot]
+                self.given.pop(fact.slot, None)
             case f.SlotFailed():
                 self._end(fact.slot, "failed")
             case f.SlotCancelled():
@@ -132,6 +143,7 @@ class Account:
         assert all(fact.slot not in slots for slots in self.claims.values()), "a slot moved that a node holds"
         self.prefixes[fact.slot] = (fact.segments, fact.edge)
         assert self.handed_in.pop(fact.slot, None) == self.prefixes[fact.slot], "a slot keeps what was not handed in"
+        assert fact.given == self.given.get(fact.slot, ()), "a slot that moved has other words of the environment"
         self.to_move.discard(fact.slot)
 
     def _of_groups(self, indices: set[int]) -> list[SlotKey]:
@@ -168,11 +180,13 @@ class Account:
         """The number of tokens that a trainer would learn from, each of which it may."""
         assert item.segments == self.segments[item.slot], "other tokens than were accepted"
         ages = [base - version for version, length in item.segments for _ in range(length)]
+        said = {start + place for start, length in self.given.get(item.slot, ()) for place in range(length)}
+        assert not any(item.mask[place] for place in said), "a token of the environment is to be learnt"
         live = [age for age, alive in zip(ages, item.mask, strict=True) if alive]
         assert live, "a slot without a live token"
         assert all(0 <= age <= self.max_lag for age in live), "a token over the bound is live"
         whole = self.spec.staleness == "drop" or self.max_lag == 0
-        assert len(live) == len(ages) or not whole, "a part of a rollout that should be dropped as a whole"
+        assert len(live) + len(said) == len(ages) or not whole, "a part of a rollout that should be dropped as a whole"
         rewards = [self.rewards[key] for key in self.groups[item.slot.task.index] if key in self.rewards]
         mean = sum(rewards) / len(rewards)
         assert abs(item.advantage - (self.rewards[item.slot] - mean)) < 1e-9, "an advantage out of nowhere"
@@ -193,9 +207,12 @@ class Account:
         assert fact.groups == sealed.groups
         for key in (key for _, part in sealed.shares for key in part):
             self._end(key, "trained")
-            for version, length in self.segments[key]:
+            versions: list[Version | None] = [v for v, length in self.segments[key] for _ in range(length)]
+            for start, length in self.given.get(key, ()):
+                versions[start : start + length] = [None] * length
+            for version in (version for version in versions if version is not None):
                 is_live = sealed.base_version - version <= self.max_lag
-                self.num_tokens["trained" if is_live else "masked"] += length
+                self.num_tokens["trained" if is_live else "masked"] += 1
         assert not self._of_groups(set(fact.groups)), "a slot of a trained group is nowhere"
 
     def check(self) -> None:
@@ -206,6 +223,7 @@ class Account:
             assert found is not None, "an acknowledged rollout is lost"
             assert (found.peer_id, found.digest) == self.accepted[key], "an acknowledged rollout changed"
             assert found.segments == self.segments[key]
+            assert found.given == self.given.get(key, ())
         books, ends = self.world.core.books(), list(self.ends.values())
         for end in ("trained", "dropped", "filtered", "failed"):
             assert getattr(books, end) == ends.count(end), f"the book of what was {end}"

@@ -5,7 +5,7 @@ find every bug.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coordinator.core import apply, attestation, leases, ledger, returns, roster, rounds, shares
@@ -15,6 +15,8 @@ from coordinator.core.turn import Turn
 from protocol.errors import RoundStaleError
 from protocol.ids import Digest, PeerId, RoundId
 from protocol.manifest import Body
+
+LIVE_MASK = shares.live_mask
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ def take_for_equal(digest: Digest, body: Body, *rest: Any) -> Attestation:
 def count_parts(slot: Slot, **how: Any) -> int:
     """What is fresh of a rollout counts, also where the policy is to drop it as a whole."""
     return shares.num_live_tokens(slot, **{**how, "staleness": "mask_tokens"})
+
+
+def learn_all(slot: Slot, **how: Any) -> bytes:
+    """No matter who said it."""
+    return LIVE_MASK(replace(slot, given=()), **how)
 
 
 def listen_to_anybody(turn: Turn, peer_id: PeerId, round_id: RoundId) -> tuple[Round, Batch]:
@@ -131,6 +138,8 @@ INVARIANTS: dict[int, Invariant] = {
         {
             "any version is accepted": Bug(ledger, "_check_segments", lambda turn, event: turn.require_head().version),
             "a moved slot starts anew at will": Bug(ledger, "_check_prefix", always(None)),
+            "a node speaks for the environment": Bug(ledger, "_check_given", always(None)),
+            "the environment's words are learnt": Bug(shares, "live_mask", learn_all),
             "advantages are rewards": Bug(shares, "mean_reward", always(0.0)),
         },
         elsewhere="lengths, ids and log-probabilities: tests/protocol, tests/coordinator/test_submissions.py; rewards "

@@ -92,7 +92,8 @@ class Nodes(RuleBasedStateMachine):
             start = kept[-1][0] if kept else slot.version
             pieces = (*kept, (Version(start if version is None else version), length))
             edge = edges(str(slot), pieces)[-1]
-            progress.append(events.SlotProgress(PeerId(name), grant.lease_id, slot, merged(pieces), edge))
+            given = self.book.given.get(slot, ())
+            progress.append(events.SlotProgress(PeerId(name), grant.lease_id, slot, merged(pieces), edge, given))
             self.book.hand_in(name, grant.lease_id, slot, merged(pieces), edge)
         self.attempt(events.PiecesReceived(tuple(progress)))
 
@@ -107,16 +108,23 @@ class Nodes(RuleBasedStateMachine):
             "backwards": ((Version(head), 2), (Version(max(0, head - 1)), 3)),
             "early": ((Version(max(0, slot.version - 1)), 2), (Version(head), 3)),
             "anew": ((Version(head), 7),),
+            "forged": ((Version(head), 5),),
+            "turn": ((Version(head), 3),),
+            "failed": ((Version(head), 3),),
         }[shape]
         pieces = own if shape == "anew" else self.after_prefix(slot, own)
         held = self.book.claims.get(grant.lease_id, set()).copy()
         holder, _, deadline_ms = self.book.holders[grant.lease_id]
         kept, known = self.book.prefixes.get(slot), self.book.accepted.get(slot)
         made = tuple(edges(str(slot), pieces))
-        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, digest, merged(pieces), made)
+        said = () if shape == "anew" else self.book.given.get(slot, ())
+        given = (*said, (sum(length for _, length in pieces) - 2, 1)) if shape == "forged" else said
+        answer = {"turn": self.environment_says(slot, pieces), "failed": "no such tool"}.get(shape)
+        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, digest, merged(pieces), made, given, answer)
+        before = self.book.given.get(slot, ())
         reply = self.attempt(event)
         outcome = getattr(reply, "outcome", None)
-        if outcome == "ACCEPTED":
+        if outcome in ("ACCEPTED", "TURN_TAKEN", "SLOT_FAILED"):
             assert known is None, "two rollouts accepted for one slot"
             assert name == holder, "a rollout accepted from another node than the lease's"
             assert slot in held, "a rollout accepted without a claim to its slot"
@@ -126,20 +134,28 @@ class Nodes(RuleBasedStateMachine):
             assert versions == sorted(versions), "versions went backwards"
             assert slot.version <= versions[0], "a token is older than its slot"
             assert head - self.book.max_lag <= versions[-1] <= head, "the newest token is too old, or of the future"
+            assert given == before, "a node spoke for the environment"
+            if outcome != "ACCEPTED":
+                return
             self.book.accept(slot, name, digest, merged(pieces))
             self.unscored.append(slot)
             again = self.attempt(event)
             assert getattr(again, "outcome", None) == "DUPLICATE", "an acknowledged rollout was forgotten at once"
         elif outcome == "DUPLICATE":
-            assert known == (name, digest)
+            assert known == (name, digest) or (known is None and given != before)
         elif known == (name, digest):
             assert self.world.core.state.find(slot) is None, "an acknowledged rollout was forgotten"
+
+    def environment_says(self, slot: SlotKey, pieces: Tokens) -> events.EnvironmentReplied:
+        """Two tokens after a turn, as of the version before them."""
+        return events.EnvironmentReplied(2, edges(str(slot), (*pieces, (pieces[-1][0], 2)))[-1])
 
     def hand_over(self, name: str, grant: Grant, slot: SlotKey, own: Tokens) -> object:
         """A rollout after what was kept of its slot; an acknowledgement is noted."""
         pieces = self.after_prefix(slot, own)
         made = tuple(edges(str(slot), pieces))
-        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, Digest("x"), merged(pieces), made)
+        given = self.book.given.get(slot, ())
+        event = events.RolloutSubmitted(PeerId(name), grant.lease_id, slot, Digest("x"), merged(pieces), made, given)
         reply = self.attempt(event)
         if getattr(reply, "outcome", None) == "ACCEPTED":
             self.book.accept(slot, name, Digest("x"), merged(pieces))

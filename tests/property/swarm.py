@@ -23,7 +23,8 @@ STRANGER = PeerId("nobody")
 CURSES = ("absent", "idler", "unready", "liar", "poison", "equal")
 names = st.sampled_from(NAMES)
 digests = st.sampled_from([Digest("x"), Digest("x"), Digest("y")])
-shapes = st.sampled_from(["plain", "old", "both", "future", "backwards", "early", "anew"])
+honest = ["plain", "old", "both", "turn", "turn", "failed"]
+shapes = st.sampled_from([*honest, "future", "backwards", "early", "anew", "forged"])
 ends = st.sampled_from(["commit", "open", "lie", "silence"])
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import struct
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -52,6 +53,8 @@ GOOD: dict[str, Rollout] = {
     "versions skipped": rollout(piece(0, (7,)), piece(1, (1,), version=99)),
     "certain tokens": rollout(piece(0, (7, 1), logprobs=(0.0, 9e-4))),
     "unlikely tokens": rollout(piece(0, (7, 1), logprobs=(-1e30, -88.0))),
+    "two turns": rollout(piece(0, (7, 1)), piece(2, (8, 1, 9), logprobs=()), piece(5, (1,))),
+    "a second turn to the cap": rollout(piece(0, (1,)), piece(1, (8,), logprobs=()), piece(2, (7,) * 4), reason=LENGTH),
 }
 BAD: dict[str, Rollout] = {
     "no pieces": rollout(),
@@ -78,6 +81,16 @@ BAD: dict[str, Rollout] = {
     "tokens after a stop id": rollout(piece(0, (7, 1, 8, 2))),
     "two stop ids": rollout(piece(0, (7, 1, 1))),
     "a stop id at the edge of a piece": rollout(piece(0, (7, 1)), piece(2, (8, 1))),
+    "a reply at the front": rollout(piece(0, (8,), logprobs=()), piece(1, (7, 1))),
+    "a reply in the middle of a turn": rollout(piece(0, (7,)), piece(1, (8,), logprobs=()), piece(2, (1,))),
+    "a reply at the end": rollout(piece(0, (7, 1)), piece(2, (8, 1), logprobs=())),
+    "two replies": rollout(piece(0, (7, 1)), piece(2, (8,), logprobs=()), piece(3, (8,), logprobs=()), piece(4, (1,))),
+    "a reply outside the vocabulary": rollout(piece(0, (7, 1)), piece(2, (64,), logprobs=()), piece(3, (1,))),
+    "a reply over the cap": rollout(piece(0, (7, 1)), piece(2, (8,) * 4, logprobs=()), piece(6, (1,))),
+    "a reply of an older version": rollout(
+        piece(0, (7, 1), version=3), piece(2, (8,), logprobs=(), version=2), piece(3, (1,), version=3)
+    ),
+    "two stop ids after a reply": rollout(piece(0, (7, 1)), piece(2, (8,), logprobs=()), piece(3, (1, 1))),
     "stop without a stop id": rollout(piece(0, (7, 8))),
     "stop at the cap without a stop id": rollout(piece(0, (7,) * 6)),
     "length with a stop id": rollout(piece(0, (7, 1)), reason=LENGTH),
@@ -121,11 +134,13 @@ def test_the_check_raises_nothing_else_and_what_passes_is_sound(
         check_rollout(candidate, CONTRACT)
     except RolloutMalformedError:
         return
-    tokens = candidate.token_ids
-    assert 1 <= len(tokens) == len(candidate.logprobs) <= CONTRACT.max_new_tokens
+    tokens, num_given = candidate.token_ids, sum(length for _, length in candidate.given)
+    assert 1 <= len(tokens) == len(candidate.logprobs) + num_given <= CONTRACT.max_new_tokens
     assert all(0 <= token < CONTRACT.vocab_size for token in tokens)
     assert all(math.isfinite(value) and value <= 1e-3 for value in candidate.logprobs)
-    assert not set(tokens[:-1]) & set(CONTRACT.stop_ids)
+    for piece_, after in pairwise(candidate.pieces):
+        ends_turn = piece_.is_sampled and piece_.token_ids[-1] in CONTRACT.stop_ids
+        assert ends_turn == (not after.is_sampled)
     assert (tokens[-1] in CONTRACT.stop_ids) == (reason == STOP)
     assert reason == STOP or len(tokens) == CONTRACT.max_new_tokens
 

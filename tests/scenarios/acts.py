@@ -11,6 +11,7 @@ from coordinator.core.handle import Core
 from coordinator.core.replies import Grant
 from protocol.errors import HexcombError
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, Version
+from protocol.rollout import Spans
 from protocol.run import EnvironmentSpec, Role
 from tests.coordinator.world import BASE, make_body, make_rules
 from tests.scenarios.phrases import seconds_word, slot_word
@@ -140,32 +141,53 @@ class WorkActs(SwarmActs):
             self.keys |= {slot_word(slot): slot for slot in reply.slots}
             self.claims |= {(name, slot_word(slot)): lease_id for slot in reply.slots}
 
-    def do_pieces(self, name: str, *words: str, lease: str = "") -> None:
-        """`pieces r0 0/0 v0*8 v0*8`: all that came of these slots so far, piece by piece."""
+    def do_pieces(self, name: str, *words: str, lease: str = "", given: str = "") -> None:
+        """`pieces r0 0/0 v0*8 v0*8`: all that came of these slots so far, piece by piece. With `given=8+4` four tokens
+        from position 8 on are the environment's."""
         slots, pieces = _split(words)
         progress = [
-            e.SlotProgress(PeerId(name), self._claim(name, word, lease), self.keys[word], merged(pieces), edge)
+            e.SlotProgress(
+                PeerId(name), self._claim(name, word, lease), self.keys[word], merged(pieces), edge, _spans(given)
+            )
             for word in slots
             for edge in edges(word, pieces)[-1:]
         ]
         self.do(e.PiecesReceived(tuple(progress)))
 
-    def do_submit(self, name: str, *words: str, lease: str = "", digest: str = "") -> None:
+    def do_submit(self, name: str, *words: str, **how: str) -> None:
         """`submit r0 0/0 0/1 v0*8 v1*4`: filled slots, piece by piece; by default four tokens of the head, after what
-        others sampled."""
+        others sampled. `given=8+4` is where the environment spoke; `reply=2` is how long it speaks now, `reply=why` why
+        it cannot."""
         slots, pieces = _split(words)
         for word in slots:
-            self._submit(name, word, pieces or self._default(word), lease=lease, digest=digest)
+            self._submit(name, word, pieces or self._default(word), **how)
 
     def _default(self, word: str) -> Tokens:
         slot = self.core.state.find(self.keys[word])
         prefix = behind(slot.prefix.edge) if slot is not None and slot.prefix else ()
         return (*prefix, (Version(self.head), 4))
 
-    def _submit(self, name: str, word: str, pieces: Tokens, *, lease: str = "", digest: str = "") -> None:
+    def _submit(
+        self,
+        name: str,
+        word: str,
+        pieces: Tokens,
+        *,
+        lease: str = "",
+        digest: str = "",
+        given: str = "",
+        reply: str = "",
+    ) -> None:
         claim, body = self._claim(name, word, lease), Digest(digest or f"of {word} by {name}")
-        made = tuple(edges(word, pieces))
-        self.do(e.RolloutSubmitted(PeerId(name), claim, self.keys[word], body, merged(pieces), made))
+        made, answer = tuple(edges(word, pieces)), None
+        if reply.isdecimal():
+            longer = (*pieces, (pieces[-1][0], int(reply)))
+            answer = e.EnvironmentReplied(int(reply), edges(word, longer)[-1])
+        self.do(
+            e.RolloutSubmitted(
+                PeerId(name), claim, self.keys[word], body, merged(pieces), made, _spans(given), answer or reply or None
+            )
+        )
 
     def _claim(self, name: str, word: str, lease: str) -> LeaseId:
         return LeaseId(lease) if lease else self.claims.get((name, word), LeaseId("none"))
@@ -242,6 +264,11 @@ class RoundActs(WorkActs):
                 self.do_batch(by)
             self.do_attest(*self.core.state.round.peer_ids if self.core.state.round else ("nobody",))
             self.do_load(*(name for name in self.actors if name not in but.split(",")))
+
+
+def _spans(text: str) -> Spans:
+    """`8+4` is four tokens from position 8 on."""
+    return tuple((int(start), int(length)) for start, length in (part.split("+") for part in text.split(",") if part))
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], Tokens]:

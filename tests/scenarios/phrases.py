@@ -83,6 +83,10 @@ def of_fact(fact: f.Fact) -> Phrase:
             why = f" ({fact.reason})" if fact.reason else ""
             fault = ", its fault" if fact.is_fault else ""
             return f"+ lease {fact.lease_id} closed: {fact.how}{why}{fault}", ""
+        case f.TurnTaken():
+            given = " ".join(f"{start}+{length}" for start, length in fact.given)
+            words = f"{slot_word(fact.slot)} ({tokens_word(fact.segments)}, environment {given})"
+            return f"+ turn taken of {fact.peer_id}:", words
         case f.RolloutAccepted():
             return f"+ filled by {fact.peer_id}:", f"{slot_word(fact.slot)} ({tokens_word(fact.segments)})"
         case f.RewardRecorded():

@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -134,3 +135,26 @@ def test_a_refused_rollout_leaves_no_gradient_behind(model: nn.Module) -> None:
 def test_a_sample_of_unequal_lengths_cannot_be_made() -> None:
     with pytest.raises(ValueError, match="one length"):
         TrainSample("s", (1,), (2, 3), (-0.5,), (True, True), 1.0)
+
+
+def test_the_environments_tokens_are_read_and_not_learnt(model: nn.Module) -> None:
+    """Two turns with a reply between them: the gradient is that of the sampled tokens, each after all that was said."""
+    said, reply, answer = (5, 6, 7), (8, 9), (10, 11)
+    ids, sampled = said + reply + answer, (True,) * 3 + (False,) * 2 + (True,) * 2
+    own = completion_logprobs(model, [TrainSample("own", (4, 3), ids, (0.0,) * 7, (True,) * 7, 1.0)])[0][0].tolist()
+    heard = tuple(value if alive else 0.0 for value, alive in zip(own, sampled, strict=True))
+
+    def gradient(mask: tuple[bool, ...], logprobs: tuple[float, ...] = heard, ids: tuple[int, ...] = ids) -> Any:
+        return batch_gradient(model, [TrainSample("s", (4, 3), ids, logprobs, mask, 0.5)])
+
+    whole = gradient(sampled)
+    assert whole.num_tokens == 5
+    assert whole.metrics.k3 == pytest.approx(0.0, abs=1e-6), "the reply's log-probabilities are no mismatch"
+    parts = [gradient(tuple(place == only for place in range(7))) for only in (0, 1, 2, 5, 6)]
+    summed = torch.stack([part.vector_P for part in parts]).sum(dim=0)
+    assert (whole.vector_P - summed).norm() <= 1e-6 * whole.vector_P.norm()
+    learnt = gradient((True,) * 7, tuple(own))
+    assert (learnt.vector_P - whole.vector_P).norm() > 1e-2 * whole.vector_P.norm()
+    assert learnt.num_tokens == 7
+    unheard = gradient((True,) * 5, heard[:3] + heard[5:], said + answer)
+    assert (unheard.vector_P - whole.vector_P).norm() > 1e-2 * whole.vector_P.norm(), "the reply is in the context"
