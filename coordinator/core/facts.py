@@ -113,10 +113,11 @@ class BlockBegun:
 
 @dataclass(frozen=True, slots=True)
 class LengthLearned:
-    """Median length of a task's completions, in tokens. `entry` is its place in the epoch."""
+    """Median length of a task's completions, in tokens, and the longest. `entry` is its place in the epoch."""
 
     entry: int
     num_tokens: int
+    longest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +205,12 @@ class SlotCancelled:
 
 @dataclass(frozen=True, slots=True)
 class SlotGivenBack:
-    """One slot left its lease unfilled: what was handed in was too old, nothing came of it any more, or the environment
-    had no reply to it."""
+    """One slot left its lease unfilled: what was handed in was too old, nothing came of it any more, the environment had
+    no reply to it, or it has outgrown what its task came to before and another node will sooner be done with it."""
 
     lease_id: LeaseId
     slot: SlotKey
-    reason: Literal["stale", "stalled", "no_reply"] = "stale"
+    reason: Literal["stale", "stalled", "no_reply", "outgrown"] = "stale"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from coordinator.core.events import LeaseReturned, WorkRequested
 from coordinator.core.facts import LeaseExtended, LeaseGranted, OpenedGroup, PrefixDropped
 from coordinator.core.live import is_live
 from coordinator.core.opening import open_groups
+from coordinator.core.outliers import take_outliers
 from coordinator.core.pace import is_slow, lease_span_ms, length_of, part_of
 from coordinator.core.replies import Grant
 from coordinator.core.returns import close_lease, take_stalled
@@ -91,7 +92,10 @@ def _choose(turn: Turn, event: WorkRequested) -> tuple[tuple[SlotKey, ...], tupl
     num_new = min(math.ceil((count - len(old)) / group_size), num_spare)
     opened = open_groups(turn, event.peer_id, version=event.version, count=num_new)
     new = [group.key(sample) for group in opened for sample in range(group_size)]
-    return tuple([*(turn.state.groups[index].key(sample) for index, sample in old), *new][:count]), opened
+    chosen = [*(turn.state.groups[index].key(sample) for index, sample in old), *new][:count]
+    if num_there < wanted:
+        chosen += take_outliers(turn, event, most=wanted - len(chosen))
+    return tuple(chosen), opened
 
 
 def return_lease(turn: Turn, event: LeaseReturned) -> None:

@@ -5,7 +5,7 @@ what a node says of itself counts only until then.
 """
 
 from coordinator.core.live import is_live, live_in_role
-from coordinator.core.soft import Totals
+from coordinator.core.soft import Pace, Totals
 from coordinator.core.turn import Turn
 from protocol.ids import PeerId, TaskKey
 
@@ -16,6 +16,9 @@ PATIENCE = 8
 
 SAFETY = 4.0
 """A lease may take so many times what the measured rate makes it expect."""
+
+PACE_KEPT = 0.9
+"""Of what was measured of a node's slots, with each slot that comes on."""
 
 TOTAL_MS, MAX_TOTAL_MS, FEW_NODES = 1, 5_000, 64
 """How long the sums over all nodes hold for each of them, where there are more than a few: they are not taken at each
@@ -79,11 +82,28 @@ def expected_length(turn: Turn, task: TaskKey) -> float:
 
 def length_of(turn: Turn, index: int) -> int:
     """Median length of the task's completions when it was last done; 0 = not known."""
+    return _remembered(turn, turn.state.lengths, index)
+
+
+def longest_of(turn: Turn, index: int) -> int:
+    """The longest of them; 0 = not known."""
+    return _remembered(turn, turn.state.longest, index)
+
+
+def _remembered(turn: Turn, memory: bytearray, index: int) -> int:
     num_tasks = turn.rules.spec.environment.num_tasks
     if not num_tasks:
         return 0
     start = 4 * (index % num_tasks)
-    return int.from_bytes(turn.state.lengths[start : start + 4], "little")
+    return int.from_bytes(memory[start : start + 4], "little")
+
+
+def note_progress(turn: Turn, peer_id: PeerId, *, num_new: int, span_ms: int) -> None:
+    """A slot has come on by `num_new` tokens in `span_ms`: measures its node, where anything is remembered of tasks."""
+    if turn.rules.spec.environment.num_tasks and span_ms > 0:
+        pace = turn.soft.paces.setdefault(peer_id, Pace())
+        pace.num_tokens = pace.num_tokens * PACE_KEPT + num_new
+        pace.span_ms = pace.span_ms * PACE_KEPT + span_ms
 
 
 def lease_span_ms(turn: Turn, peer_id: PeerId, tasks: tuple[TaskKey, ...]) -> int:

@@ -6,6 +6,7 @@ ends when its last slot does.
 """
 
 from statistics import median_low
+from typing import Literal
 
 from coordinator.core.effects import CancelLeases, CancelSlots
 from coordinator.core.events import PiecesReceived, PrefixLost, SlotProgress
@@ -21,7 +22,7 @@ from coordinator.core.facts import (
     SlotGivenBack,
     SlotMoved,
 )
-from coordinator.core.pace import lease_span_ms
+from coordinator.core.pace import lease_span_ms, note_progress
 from coordinator.core.soft import Advance
 from coordinator.core.state import Slot
 from coordinator.core.turn import Turn
@@ -91,7 +92,10 @@ def take_progress(turn: Turn, event: PiecesReceived) -> None:
             continue
         known = turn.soft.progress.get(place)
         least = _num_tokens(known.said.segments) if known else slot.prefix.num_tokens if slot.prefix else 0
-        if _num_tokens(progress.segments) > least:
+        num_new = _num_tokens(progress.segments) - least
+        if num_new > 0:
+            span_ms = turn.now_ms - known.at_ms if known else 0
+            note_progress(turn, progress.peer_id, num_new=num_new, span_ms=span_ms)
             turn.soft.progress[place] = Advance(progress, turn.now_ms)
             turn.soft.newest_piece_ms[progress.peer_id] = turn.now_ms
             _prolong(turn, progress)
@@ -117,12 +121,18 @@ def take_stalled(turn: Turn) -> None:
         if soft.newest_piece_ms[advance.said.peer_id] - advance.at_ms >= STALL_MS
     ]
     for place, said in stalled:
-        peer_id, lease_id, key = said.peer_id, said.lease_id, said.slot
-        turn.emit(SlotGivenBack(lease_id, key, "stalled"))
-        _keep_prefix(turn, place)
-        turn.ask(CancelSlots(peer_id, (key,)))
-        if not turn.state.leases[lease_id].slots:
-            turn.emit(LeaseClosed(lease_id, "filled"))
+        take_from_node(turn, place, said, "stalled")
+
+
+def take_from_node(
+    turn: Turn, place: tuple[int, int], said: SlotProgress, reason: Literal["stalled", "outgrown"]
+) -> None:
+    """A running slot waits again, with all that was received of it, and its node is told to stop."""
+    turn.emit(SlotGivenBack(said.lease_id, said.slot, reason))
+    _keep_prefix(turn, place)
+    turn.ask(CancelSlots(said.peer_id, (said.slot,)))
+    if not turn.state.leases[said.lease_id].slots:
+        turn.emit(LeaseClosed(said.lease_id, "filled"))
 
 
 def lose_prefix(turn: Turn, event: PrefixLost) -> None:
@@ -176,7 +186,7 @@ def _learn_length(turn: Turn, index: int) -> None:
     num_tasks = turn.rules.spec.environment.num_tasks
     lengths = [_num_tokens(slot.segments) for slot in turn.state.groups[index].slots if slot.segments]
     if num_tasks and lengths:
-        turn.emit(LengthLearned(index % num_tasks, median_low(lengths)))
+        turn.emit(LengthLearned(index % num_tasks, median_low(lengths), max(lengths)))
 
 
 def _keep_prefix(turn: Turn, place: tuple[int, int]) -> None:

@@ -47,6 +47,19 @@ class Advance:
     at_ms: int
 
 
+@dataclass(slots=True)
+class Pace:
+    """How fast single slots come on at a node: tokens over time, both fading."""
+
+    num_tokens: float = 0.0
+    span_ms: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one slot."""
+        return self.num_tokens * 1000 / self.span_ms if self.span_ms else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Totals:
     """Of the living rollout nodes at a time: the best measured rate, the sum of what their wishes count, how many."""
@@ -73,7 +86,8 @@ class Soft:
     """`live` holds exactly the nodes that count as alive; `watched_ms` is when that was last judged, `thawed_ms` when
     the process last came out of a standstill. `tardy` trainers made a round wait in vain and are not waited for again
     until they are ready. `attestations` belong to the open round, which dies with the process. `progress` is how far
-    leased slots have come, by (group index, sample), `newest_piece_ms` when anything last came of a node. `hungry` and
+    leased slots have come, by (group index, sample), `newest_piece_ms` when anything last came of a node, `paces` how
+    fast its slots come on; `late` are slots that another node may take over, as of `late_seen_ms`. `hungry` and
     `credits` are for sharing scarce work, `askers` the last two nodes that asked for it and when, `faults` how many
     leases a node failed in a row and when, `failed_ms` when a slot was last failed. `old_slots_since_ms` is since when
     a round waits for old slots."""
@@ -93,6 +107,9 @@ class Soft:
     asked: AskedEvaluation | None = None
     progress: dict[tuple[int, int], Advance] = field(default_factory=dict)
     newest_piece_ms: dict[PeerId, int] = field(default_factory=dict)
+    paces: dict[PeerId, Pace] = field(default_factory=dict)
+    late: list[tuple[int, int]] = field(default_factory=list)
+    late_seen_ms: int = 0
     stalls_seen_ms: int = 0
     hungry: dict[PeerId, Hunger] = field(default_factory=dict)
     credits: dict[PeerId, float] = field(default_factory=dict)

@@ -98,8 +98,9 @@ class Prefix:
 @dataclass(slots=True)
 class Slot:
     """One sample. `peer_id`, `digest`, `segments`, and `given` (where the environment's tokens are) are set once it is
-    filled. While it waits or runs, `prefix` is what it goes on from, `num_tries` counts the nodes that failed it,
-    and `failed_by` is the last of them."""
+    filled. While it waits or runs, `prefix` is what it goes on from, `num_tries` counts the nodes that failed it, and
+    `failed_by` is the last of them. `has_moved` says that it was taken from a node as an outlier, which happens once,
+    unless it is failed after that."""
 
     status: Status = "waiting"
     lease_id: LeaseId | None = None
@@ -111,6 +112,7 @@ class Slot:
     num_tries: int = 0
     failed_by: PeerId | None = None
     given: Spans = ()
+    has_moved: bool = False
 
     @property
     def sampled(self) -> tuple[tuple[Version, int], ...]:
@@ -213,8 +215,10 @@ class VersionRecord:
 class State:
     """Everything hard. `versions` is the recent history, newest last; `roots` those that the lag rule still needs;
     `lag_histogram` counts trained tokens by their lag. Tasks are opened by blocks of a batch: `ahead` are those of the
-    present block that are not open yet, `next_index` is where the next block begins. `lengths` holds, for each task of
-    an epoch, the median length of its last completions; `mean_length` is a moving average over all (tokens)."""
+    present block that are not open yet, `next_index` is where the next block begins. `lengths` and `longest` hold, for
+    each task of an epoch, median and maximum of its last completions, four bytes each; `growth` follows the 75th
+    percentile of what these maxima grow by, `mean_length` is a moving average over all (tokens). `move_credit` is
+    earned by filled slots and spent on outliers that move, `num_moved` counts these."""
 
     epoch: int = 0
     invites: dict[InviteId, Invite] = field(default_factory=dict)
@@ -232,6 +236,10 @@ class State:
     next_index: int = 0
     ahead: list[int] = field(default_factory=list)
     lengths: bytearray = field(default_factory=bytearray)
+    longest: bytearray = field(default_factory=bytearray)
+    growth: float = 1.0
+    move_credit: int = 0
+    num_moved: int = 0
     mean_length: float = 0.0
     num_issued: int = 0
     groups: dict[int, Group] = field(default_factory=dict)

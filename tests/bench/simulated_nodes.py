@@ -34,7 +34,7 @@ EPSILON = 1e-6
 class Engine:
     """How one rollout node decodes, and how far it is from the coordinator. It asks for `lease_slots` or more at a
     time. `loss` is the share of samples that vanish on it, somewhere in their length; it says so at once (a fault)
-    if `is_honest`, else never."""
+    if `is_honest`, else never. What others sampled of a slot is computed anew, `prefill` tokens in the time of one."""
 
     seats: int = 64
     base_s: float = 0.012
@@ -45,6 +45,7 @@ class Engine:
     loss: float = 0.0
     is_honest: bool = False
     updates: bool = True
+    prefill: float = 20.0
 
     def step_s(self, num_running: int) -> float:
         """Seconds for one token of each running sample."""
@@ -195,8 +196,9 @@ class RolloutNode:
     def _take_seats(self) -> None:
         while self._queue and len(self._running) < self.engine.seats and not self._is_paused:
             job = self._queue.popleft()
-            job.start = self._progress
-            job.end = job.start + max(1, job.length - sum(length for _, length in job.prefix))
+            num_given = sum(length for _, length in job.prefix)
+            job.start = self._progress + num_given / self.engine.prefill
+            job.end = job.start + max(1, job.length - num_given)
             if self._swarm.random.random() < self.engine.loss:
                 job.is_lost, job.end = True, job.start + self._swarm.random.random() * (job.end - job.start)
             heapq.heappush(self._running, (job.end, next(self._swarm.ties), job))
@@ -210,7 +212,7 @@ class RolloutNode:
             if at >= progress and index > first:
                 break
             end = self._marks[index + 1][0] if index + 1 < len(self._marks) else progress
-            num_tokens = int(min(end, progress) - job.start + EPSILON) - num_own
+            num_tokens = max(0, int(min(end, progress) - job.start + EPSILON)) - num_own
             num_own += num_tokens
             if segments and segments[-1][0] == version:
                 segments[-1] = (version, segments[-1][1] + num_tokens)

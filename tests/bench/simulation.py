@@ -19,7 +19,7 @@ from functools import cache
 from statistics import fmean
 
 from protocol.ids import SlotKey, TaskKey, Version
-from tests.bench import dispatch
+from tests.bench import dispatch, tail
 from tests.bench.dispatch import lognormal, small_rules
 from tests.bench.simulated_nodes import Engine
 from tests.bench.simulator import Swarm
@@ -164,7 +164,14 @@ def figures() -> list[Figure]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=context) as pool:
         results = dict(zip(RUNS, pool.map(carry_out, RUNS.values()), strict=True))
-    return [*_speed(results), *_policies(results), *_losses(results), *_modes(results), *dispatch.figures()]
+    return [
+        *_speed(results),
+        *_policies(results),
+        *_losses(results),
+        *_modes(results),
+        *dispatch.figures(),
+        *tail.figures(),
+    ]
 
 
 def _speed(results: Mapping[str, Outcome]) -> list[Figure]:

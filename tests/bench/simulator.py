@@ -94,6 +94,7 @@ class Swarm:
         self.head = Version(-1)
         self.sampled: dict[SlotKey, Segments] = {}
         self.waits_s: list[float] = []
+        self.filled_s: dict[Version, list[float]] = {}
         self._granted_s: dict[SlotKey, float] = {}
         self.rounds: list[Consumed] = []
         self.refusals: Counter[str] = Counter()
@@ -156,6 +157,7 @@ class Swarm:
         """Remembers what was really sampled, and how long the slot took since it was first granted."""
         self.sampled[slot] = segments
         self.waits_s.append(self.clock.now_s - self._granted_s.pop(slot))
+        self.filled_s.setdefault(slot.version, []).append(self.clock.now_s)
 
     def waiting_s(self) -> list[float]:
         """For how long each slot has waited that was granted and is not filled."""

@@ -90,8 +90,11 @@ class Account:
             case f.SlotGivenBack() | f.RolloutAccepted():
                 self.claims[fact.lease_id].remove(fact.slot)
                 self.prefixes.pop(fact.slot, None)
-                self.handed_in.pop(fact.slot, None)
-                if isinstance(fact, f.SlotGivenBack):
+                if isinstance(fact, f.SlotGivenBack) and fact.reason in ("stalled", "outgrown"):
+                    self.to_move.add(fact.slot)
+                else:
+                    self.handed_in.pop(fact.slot, None)
+                if isinstance(fact, f.SlotGivenBack) and fact.slot not in self.to_move:
                     self.given.pop(fact.slot, None)
             case f.TurnTaken():
                 self.claims[fact.lease_id].remove(fact.slot)

@@ -96,7 +96,7 @@ def of_fact(fact: f.Fact) -> Phrase:
         case f.GroupDropped():
             return f"+ group dropped, {fact.reason}:", f"task {fact.index}"
         case f.SlotGivenBack():
-            return "+ given back:", slot_word(fact.slot)
+            return f"+ given back{'' if fact.reason == 'stale' else f', {fact.reason}'}:", slot_word(fact.slot)
         case f.SlotMoved():
             return "+ waits with what came of it:", f"{slot_word(fact.slot)} ({tokens_word(fact.segments)})"
         case f.PrefixDropped():
