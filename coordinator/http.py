@@ -81,6 +81,14 @@ class Metrics(Collector):
         yield CounterMetricFamily("hexcomb_rollouts_accepted", "Rollouts accepted.", report.num_accepted)
         yield CounterMetricFamily("hexcomb_versions_diverged", "Rounds whose trainers differed.", report.num_diverged)
         yield CounterMetricFamily("hexcomb_masked_tokens", "Tokens too old to train on.", report.num_masked_tokens)
+        yield CounterMetricFamily("hexcomb_moved_slots", "Slots that a faster node took over.", report.num_moved_slots)
+        rewards = GaugeMetricFamily("hexcomb_pool_reward", "Mean reward of a curriculum's pools.", labels=["pool"])
+        shares = GaugeMetricFamily("hexcomb_pool_share", "Share of the next groups, by pool.", labels=["pool"])
+        for pool in report.pools:
+            shares.add_metric([pool.name], pool.share)
+            if pool.mean_reward is not None:
+                rewards.add_metric([pool.name], pool.mean_reward)
+        yield from (rewards, shares)
         refusals = CounterMetricFamily("hexcomb_refusals", "Requests refused, by code.", labels=["code"])
         for code, number in sorted(report.refusals.items()):
             refusals.add_metric([code], number)

@@ -105,6 +105,17 @@ class EvaluationReport(BaseModel):
     num_tasks: int
 
 
+class PoolReport(BaseModel):
+    """A pool of tasks of a curriculum: its share of the next groups, how many were opened, and the mean of its rewards
+    so far, lately above all (None = there are too few)."""
+
+    name: str
+    share: float
+    num_groups: int
+    num_rewards: int
+    mean_reward: float | None
+
+
 class StatusReport(BaseModel):
     """Everything at once. `state` is a stable code, `waiting_for` its sentence."""
 
@@ -122,6 +133,8 @@ class StatusReport(BaseModel):
     num_accepted: int
     num_diverged: int
     num_masked_tokens: int
+    num_moved_slots: int
+    pools: list[PoolReport]
     nodes: list[NodeReport]
     books: BooksReport
     leases: LeaseReport

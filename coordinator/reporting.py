@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from coordinator.authority import Authority
+from coordinator.core.curriculum import MIN_REWARDS, shares_of
 from coordinator.core.events import ANY_ROLE, Capability, InviteRole, Presence
 from coordinator.core.roles import Candidate
 from coordinator.core.state import State, VersionRecord
@@ -16,6 +17,7 @@ from coordinator.report import (
     EvaluationReport,
     LeaseReport,
     NodeReport,
+    PoolReport,
     RefusalReport,
     RunReport,
     StatusReport,
@@ -71,6 +73,8 @@ class Reporter:
             num_accepted=sum(node.num_accepted for node in state.nodes.values()),
             num_diverged=state.num_diverged,
             num_masked_tokens=state.num_tokens_masked,
+            num_moved_slots=state.num_moved,
+            pools=self._pools(state),
             nodes=nodes,
             books=BooksReport(**{name: getattr(books, name) for name in BooksReport.model_fields}),
             leases=LeaseReport(**{name: getattr(books, name) for name in LeaseReport.model_fields}),
@@ -100,6 +104,23 @@ class Reporter:
             group_size=run.batch.group_size,
             stop_version=run.stop_version,
         )
+
+    def _pools(self, state: State) -> list[PoolReport]:
+        """Of a curriculum, once it has begun."""
+        curriculum = self._authority.core.rules.curriculum
+        if curriculum is None or not state.pools:
+            return []
+        names, shares = (pool.name for pool in self._run.environment.pools), shares_of(curriculum, state.pools)
+        return [
+            PoolReport(
+                name=name,
+                share=share,
+                num_groups=pool.num_opened,
+                num_rewards=pool.num_rewards,
+                mean_reward=pool.mean_reward if pool.num_rewards >= MIN_REWARDS else None,
+            )
+            for name, share, pool in zip(names, shares, state.pools, strict=True)
+        ]
 
     def _versions(self, state: State) -> list[VersionReport]:
         """The history of rounds; the report of a version does not change."""

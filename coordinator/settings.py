@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from coordinator.core.rules import Rules
+from coordinator.core.rules import Curriculum, Rules
 from coordinator.grading import RewardPlan, RewardSpec
 from coordinator.task_settings import Section, TaskSection
 from protocol.endpoint import parse_endpoint
@@ -181,7 +181,12 @@ class RunFile(Section):
             max_concurrent=self.batch.max_concurrent_groups,
             evaluate_every=self.evaluation.every,
             stop_version=self.stop_version,
+            curriculum=self._curriculum(),
         )
+
+    def _curriculum(self) -> Curriculum | None:
+        section, weights = self.task.curriculum, tuple(pool.weight for pool in self.task.pools)
+        return Curriculum(weights, section.target, section.floor) if section else None
 
 
 def read_run_file(path: Path) -> RunFile:

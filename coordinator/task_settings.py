@@ -61,13 +61,21 @@ class RewardLimitsSection(Section):
     memory_mb: int = Field(2048, ge=256, le=65_536)
 
 
+class CurriculumSection(Section):
+    """`[task.curriculum]`: pools come the more often, the nearer their mean reward is to `target`; each keeps the share
+    `floor` of the groups."""
+
+    target: float = Field(0.5, ge=0, le=1)
+    floor: float = Field(0.05, gt=0, le=0.5)
+
+
 class TaskSection(Section):
     """`[task]`: the environment and its parameters, or several as pools. An environment is a data set of reasoning-gym
     by name, `jsonl:FILE`, `dataset:PATH`, `MODULE:FUNCTION` or `verifiers:ID`; `name` is what tasks and page call it.
     `rewards` say what completions are worth.
     With `prompt = "chat"` a question becomes the user's message, and `system` opens each chat. With `num_tasks` the
     sequence of tasks repeats itself after so many, and the coordinator remembers how long each one's completions
-    were."""
+    were. With a `curriculum` the pools' shares follow their rewards."""
 
     environment: str = Field("", max_length=1024)
     params: dict[str, int | float | str | bool] = {}
@@ -79,6 +87,7 @@ class TaskSection(Section):
     prompt_column: str = Field("prompt", min_length=1)
     answer_column: str = "answer"
     pools: list[PoolSection] = Field([], max_length=1000)
+    curriculum: CurriculumSection | None = None
     rewards: list[RewardSection] = Field([], max_length=16)
     reward_limits: RewardLimitsSection = RewardLimitsSection()
     allow_fooled_grader: bool = False
@@ -102,6 +111,19 @@ class TaskSection(Section):
             raise ValueError("only reasoning-gym has prompts of the form `expression`")
         return self
 
+    @model_validator(mode="after")
+    def _can_choose(self) -> "TaskSection":
+        if self.curriculum is None:
+            return self
+        num_pools = len(self.pools)
+        if num_pools < 2:
+            raise ValueError("a `curriculum` needs two or more `pools`")
+        if self.curriculum.floor * num_pools > 1:
+            raise ValueError(f"{num_pools} pools cannot each keep {self.curriculum.floor:g} of the groups")
+        if self.num_tasks % num_pools:
+            raise ValueError(f"with a `curriculum` `num_tasks` must be a multiple of the number of pools, {num_pools}")
+        return self
+
     def environment_spec(self, folder: str) -> EnvironmentSpec:
         """What the run is told to train on; paths and modules start at `folder`."""
         if self._is_open():
@@ -114,6 +136,7 @@ class TaskSection(Section):
             pools=self._pools(),
             system=self.system,
             folder=folder,
+            by_index=self.curriculum is not None,
         )
 
     def _is_open(self) -> bool:

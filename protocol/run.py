@@ -42,7 +42,8 @@ class EnvironmentSpec:
     epochs (0 = it is endless).
 
     Tasks of origin `organizer` are made by him alone, from `pools`; `folder` is where his modules are, `system` opens
-    each chat. No node is told any of that."""
+    each chat; with `by_index` the pool of a task is its index modulo their number, and not chosen by weight. No node is
+    told any of that."""
 
     name: str
     params: Params = field(default_factory=dict)
@@ -52,6 +53,7 @@ class EnvironmentSpec:
     pools: tuple[PoolSpec, ...] = ()
     system: str = ""
     folder: str = ""
+    by_index: bool = False
 
     def for_nodes(self) -> "EnvironmentSpec":
         """What nodes are told: all, where they can make the tasks too, and else the name alone."""

@@ -1,7 +1,7 @@
 """The only code that changes `State`: one function from a fact to the state after it. Pure.
 
 `apply` decides nothing and refuses nothing; a fact that does not fit the state is a bug and fails an assertion or a
-look-up. Every change of a slot's status goes through `_move`, which keeps the books.
+look-up. Every change of a slot's status goes through `_move`, which keeps the books. `task_memory` is a part of this.
 """
 
 from bisect import bisect_left, insort
@@ -15,6 +15,7 @@ from coordinator.core.state import (
     Invite,
     Lease,
     Node,
+    Pool,
     Prefix,
     Retired,
     Round,
@@ -23,6 +24,7 @@ from coordinator.core.state import (
     Status,
     VersionRecord,
 )
+from coordinator.core.task_memory import learn_length, learn_reward, note_opened
 from protocol.ids import LeaseId, SlotKey
 from protocol.lag import lag
 
@@ -55,9 +57,6 @@ MIN_BUSY_MS = 500
 
 LENGTH_ALPHA = 0.01
 
-GROWTH_STEP = 0.02
-"""Of the tracker of the 75th percentile: it rises by three steps where a task grew by more, else it falls by one."""
-
 MOVE_COST, MAX_MOVE_CREDIT = 25, 1024
 """A filled slot earns 1, a slot that is taken over costs so much: four in a hundred, and forty that were saved up."""
 
@@ -86,9 +85,11 @@ def apply(state: State, fact: f.Fact) -> None:
             _grant(state, fact)
         case f.BlockBegun():
             state.ahead += fact.indices
-            state.next_index = max(fact.indices) + 1
+            note_opened(state, fact.indices)
+        case f.CurriculumBegun():
+            state.pools = [Pool() for _ in range(fact.num_pools)]
         case f.LengthLearned():
-            _learn_length(state, fact)
+            learn_length(state, fact)
         case f.LeaseExtended():
             state.leases[fact.lease_id].deadline_ms = fact.deadline_ms
         case f.LeaseClosed():
@@ -150,7 +151,7 @@ def _grant(state: State, fact: f.LeaseGranted) -> None:
         state.groups[index] = Group(opened.task, opened.version, [Slot() for _ in range(opened.num_slots)])
         if index in state.ahead:
             state.ahead.remove(index)
-        state.next_index = max(state.next_index, index + 1)
+        note_opened(state, (index,))
         state.num_issued += opened.num_slots
         state.tally["waiting"] += opened.num_slots
         for sample in range(opened.num_slots):
@@ -214,24 +215,6 @@ def _end(state: State, key: SlotKey, status: Status) -> None:
     slot.lease_id = slot.prefix = None
     if state.groups[key.task.index].is_complete:
         insort(state.complete, key.task.index)
-
-
-def _learn_length(state: State, fact: f.LengthLearned) -> None:
-    _remember(state.lengths, fact.entry, fact.num_tokens)
-    before = _remember(state.longest, fact.entry, fact.longest)
-    if before and fact.longest:
-        has_outgrown = fact.longest > state.growth * before
-        state.growth *= 1 + 3 * GROWTH_STEP if has_outgrown else 1 - GROWTH_STEP
-
-
-def _remember(memory: bytearray, entry: int, number: int) -> int:
-    """Sets one number of four bytes; what it was."""
-    start = 4 * entry
-    if len(memory) < start + 4:
-        memory.extend(bytes(start + 4 - len(memory)))
-    before = int.from_bytes(memory[start : start + 4], "little")
-    memory[start : start + 4] = min(number, 2**32 - 1).to_bytes(4, "little")
-    return before
 
 
 def _give_back(state: State, fact: f.SlotGivenBack) -> None:
@@ -310,6 +293,8 @@ def _measure(node: Node, num_tokens: int, *, now_ms: int) -> None:
 def _reward(state: State, fact: f.RewardRecorded) -> None:
     slot = _slot(state, fact.slot)
     slot.reward = fact.reward
+    if fact.reward is not None:
+        learn_reward(state, fact.slot.task.index, fact.reward)
     _move(state, slot, "failed" if fact.reward is None else "scored")
     if state.groups[fact.slot.task.index].is_complete:
         insort(state.complete, fact.slot.task.index)

@@ -112,6 +112,13 @@ class BlockBegun:
 
 
 @dataclass(frozen=True, slots=True)
+class CurriculumBegun:
+    """From now on a task's index modulo `num_pools` is its pool."""
+
+    num_pools: int
+
+
+@dataclass(frozen=True, slots=True)
 class LengthLearned:
     """Median length of a task's completions, in tokens, and the longest. `entry` is its place in the epoch."""
 
@@ -293,6 +300,7 @@ Fact = (
     | TrainersFailed
     | VersionCommitted
     | BlockBegun
+    | CurriculumBegun
     | LengthLearned
     | LeaseGranted
     | LeaseExtended

@@ -6,12 +6,13 @@ credit.
 """
 
 from collections.abc import Mapping, MutableMapping
+from typing import TypeVar
 
-from protocol.ids import PeerId
+PartyT = TypeVar("PartyT", bound=str | int)
 
 
-def next_turn(credits: MutableMapping[PeerId, float], weights: Mapping[PeerId, float]) -> PeerId:
-    """Whose turn it is among those that have a weight; ties go by peer id. `credits` (turns that are due, less turns
+def next_turn(credits: MutableMapping[PartyT, float], weights: Mapping[PartyT, float]) -> PartyT:
+    """Whose turn it is among those that have a weight; ties go by name. `credits` (turns that are due, less turns
     had) is brought up to date for these; who is gone for good the caller removes. Weights that are not positive count
     as little."""
     total = sum(max(weight, 0.0) for weight in weights.values())

@@ -6,6 +6,7 @@ a large lease the shortest; slower ones take the shortest alone.
 What is remembered of a task is one number of four bytes.
 """
 
+from coordinator.core.curriculum import next_indices
 from coordinator.core.facts import BlockBegun, OpenedGroup
 from coordinator.core.pace import is_slow, length_of
 from coordinator.core.turn import Turn
@@ -16,7 +17,7 @@ def open_groups(turn: Turn, peer_id: PeerId, *, version: Version, count: int) ->
     """So many new groups for a node. Emits a fact for each block that is begun."""
     spec, state = turn.rules.spec, turn.state
     if not spec.environment.num_tasks:
-        indices = list(range(state.next_index, state.next_index + count))
+        indices = next_indices(turn, count)
     else:
         indices = []
         is_from_end = is_slow(turn, peer_id)
@@ -31,8 +32,7 @@ def open_groups(turn: Turn, peer_id: PeerId, *, version: Version, count: int) ->
 
 
 def _begin_block(turn: Turn) -> list[int]:
-    start = turn.state.next_index
-    block = range(start, start + turn.rules.spec.groups_per_batch)
+    block = next_indices(turn, turn.rules.spec.groups_per_batch)
     ordered = sorted(block, key=lambda index: (-length_of(turn, index), index))
     turn.emit(BlockBegun(tuple(ordered)))
     return ordered

@@ -76,9 +76,7 @@ def take_outliers(turn: Turn, event: WorkRequested, *, most: int) -> tuple[SlotK
 
 def _late_slots(turn: Turn) -> list[tuple[int, int]]:
     """Running slots among the last, those first that have most time left where they are."""
-    state, spec, paces = turn.state, turn.rules.spec, turn.soft.paces
-    num_running = state.tally["leased"] + state.tally["waiting"]
-    is_end = num_running <= ALPHA * (turn.max_lag + 1) * spec.groups_per_batch * spec.group_size
+    paces, is_end = turn.soft.paces, _is_end(turn)
     found = list[tuple[float, tuple[int, int]]]()
     for place, advance in islice(turn.soft.progress.items(), MAX_LOOKED_AT):
         said = advance.said
@@ -88,6 +86,13 @@ def _late_slots(turn: Turn) -> list[tuple[int, int]]:
         if is_end or (_has_outgrown(turn, place, said) and _is_last(turn, place[0])):
             found.append((_num_left(turn, place, said) / pace.tokens_per_s, place))
     return [place for _, place in heapq.nlargest(MAX_LATE, found)]
+
+
+def _is_end(turn: Turn) -> bool:
+    """Whether what is left of all that may be under way is its last tenth."""
+    spec, tally = turn.rules.spec, turn.state.tally
+    num_allowed = (turn.max_lag + 1) * spec.groups_per_batch * spec.group_size
+    return tally["leased"] + tally["waiting"] <= ALPHA * num_allowed
 
 
 def _has_moved(turn: Turn, place: tuple[int, int]) -> bool:

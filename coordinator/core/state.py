@@ -151,6 +151,16 @@ class Group:
         return all(slot.status not in ("waiting", "leased", "accepted") for slot in self.slots)
 
 
+@dataclass(slots=True)
+class Pool:
+    """Some of a run's tasks. `num_opened` of them were opened, or stand in the present block; `mean_reward` is a moving
+    average over the members' rewards, of which there were `num_rewards`."""
+
+    num_opened: int = 0
+    num_rewards: int = 0
+    mean_reward: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
     """A slot that nobody could fill, why the last of them gave up, and the version at that time."""
@@ -218,7 +228,8 @@ class State:
     present block that are not open yet, `next_index` is where the next block begins. `lengths` and `longest` hold, for
     each task of an epoch, median and maximum of its last completions, four bytes each; `growth` follows the 75th
     percentile of what these maxima grow by, `mean_length` is a moving average over all (tokens). `move_credit` is
-    earned by filled slots and spent on outliers that move, `num_moved` counts these."""
+    earned by filled slots and spent on outliers that move, `num_moved` counts these. `pools` are there where a
+    curriculum chooses between them: a task's is its index modulo their number."""
 
     epoch: int = 0
     invites: dict[InviteId, Invite] = field(default_factory=dict)
@@ -235,6 +246,7 @@ class State:
 
     next_index: int = 0
     ahead: list[int] = field(default_factory=list)
+    pools: list[Pool] = field(default_factory=list)
     lengths: bytearray = field(default_factory=bytearray)
     longest: bytearray = field(default_factory=bytearray)
     growth: float = 1.0

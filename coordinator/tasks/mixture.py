@@ -1,7 +1,8 @@
 """Environments made of others: several pools in one, and questions as chats. Pure.
 
 Invariants: which pool a task comes from follows from seed and index alone, so that a restart, or an auditor with the
-same files, finds the same; a prompt's split is decided by its text, whatever the pool and whether it is a chat.
+same files, finds the same, also where a curriculum decides which indices are opened (`core.curriculum`); a prompt's
+split is decided by its text, whatever the pool and whether it is a chat.
 """
 
 import bisect
@@ -14,7 +15,7 @@ from blake3 import blake3
 
 from protocol.chat import Message
 from protocol.ids import Digest, TaskKey
-from protocol.tasks import Environment, Split, Task, distinct_held_out, draw, key_of
+from protocol.tasks import Environment, Split, Task, distinct_held_out, draw, key_of, split_of
 from protocol.tokens import Tokenizer
 
 POOL = "pool"
@@ -23,25 +24,32 @@ POOL = "pool"
 
 class MixtureEnvironment:
     """Each task comes from one of the pools, chosen by the hash of seed and index in proportion to their weights, which
-    do not change while the run lives."""
+    do not change while the run lives. With `by_index` training task i is task i // P of pool i mod P, of P pools;
+    held-out ones are chosen by the hash all the same."""
 
     def __init__(
-        self, name: str, pools: Sequence[Environment], weights: Sequence[float], *, num_tasks: int = 0
+        self,
+        name: str,
+        pools: Sequence[Environment],
+        weights: Sequence[float],
+        *,
+        num_tasks: int = 0,
+        by_index: bool = False,
     ) -> None:
-        self.name, self._num_tasks = name, num_tasks
+        self.name, self._num_tasks, self._by_index = name, num_tasks, by_index
         self._pools = {pool.name: pool for pool in pools}
         self._names = [pool.name for pool in pools]
         self._bounds = [bound / sum(weights) for bound in itertools.accumulate(weights)]
         content = [name, num_tasks, [[pool.digest, weight] for pool, weight in zip(pools, weights, strict=True)]]
+        content += ["by index"] if by_index else []
         self.digest = Digest(blake3(json.dumps(content).encode()).hexdigest())
 
     def task(self, seed: int, index: int, split: Split = "train") -> Task:
         """The task of the pool that has this index. Raises as the pool does."""
         key = key_of(self.name, seed, index, split)
-        place = index % self._num_tasks if self._num_tasks and split == "train" else index
-        pool = self._pools[self._pool_of(seed, place)]
-        task = pool.task(seed, place, split)
-        return replace(task, key=key, entry={**task.entry, POOL: pool.name})
+        name, place = self._source_of(seed, index, split)
+        task = self._pools[name].task(seed, place, split)
+        return replace(task, key=key, entry={**task.entry, POOL: name})
 
     def prompt_ids(self, task: Task, tokenizer: Tokenizer) -> tuple[int, ...]:
         """As the task's pool makes them."""
@@ -71,11 +79,18 @@ class MixtureEnvironment:
     def _own(self, task: Task) -> Task:
         """The task as its pool knows it."""
         own = {column: value for column, value in task.entry.items() if column != POOL}
-        return replace(task, key=TaskKey(task.entry[POOL], task.key.seed, task.key.index), entry=own)
+        _, place = self._source_of(task.key.seed, task.key.index, split_of(task.key))
+        return replace(task, key=TaskKey(task.entry[POOL], task.key.seed, place), entry=own)
 
-    def _pool_of(self, seed: int, index: int) -> str:
+    def _source_of(self, seed: int, index: int, split: Split) -> tuple[str, int]:
+        """The pool that a task comes from, and its index there."""
+        if split == "train":
+            index = index % self._num_tasks if self._num_tasks else index
+            if self._by_index:
+                place, number = divmod(index, len(self._names))
+                return self._names[number], place
         share = draw(seed, index, -1) / 2**31
-        return self._names[min(bisect.bisect_right(self._bounds, share), len(self._names) - 1)]
+        return self._names[min(bisect.bisect_right(self._bounds, share), len(self._names) - 1)], index
 
 
 class ChatEnvironment:

@@ -27,7 +27,7 @@ def make_environment(spec: EnvironmentSpec) -> Environment:
     else:
         pools = [_pool(pool.name, pool, spec, num_tasks=0) for pool in spec.pools]
         weights = [pool.weight for pool in spec.pools]
-        environment = MixtureEnvironment(spec.name, pools, weights, num_tasks=spec.num_tasks)
+        environment = MixtureEnvironment(spec.name, pools, weights, num_tasks=spec.num_tasks, by_index=spec.by_index)
     return ChatEnvironment(environment, is_wrapped=spec.prompt == "chat", system=spec.system)
 
 

@@ -217,6 +217,30 @@ def test_pools_come_again_after_so_many(folder: Path) -> None:
     assert environment.task(1, 6).key == TaskKey("mine", 1, 6)
 
 
+@pytest.mark.parametrize("num_tasks", [0, 8])
+def test_with_a_curriculum_the_index_names_the_pool(num_tasks: int, folder: Path) -> None:
+    """Whatever the rewards are, so that a task is made from its key alone, by whoever has the pools."""
+    mixed = make_environment(spec_of(folder, EASY, HARD, num_tasks=num_tasks, by_index=True))
+    own = [make_environment(spec_of(folder, pool)) for pool in (EASY, HARD)]
+    for index in (0, 1, 2, 5, 7):
+        task = mixed.task(3, index)
+        assert task.key == TaskKey("mine", 3, index)
+        assert task.entry["pool"] == ("easy", "hard")[index % 2]
+        assert task.prompt == own[index % 2].task(3, index // 2).prompt
+        assert mixed.score(task, task.answer) == 1.0
+        assert regenerate(mixed, task.key) == task
+    assert (mixed.task(3, 9).prompt == mixed.task(3, 1).prompt) == (num_tasks == 8)
+    held_out = mixed.held_out(20)
+    assert {task.entry["pool"] for task in held_out} == {"easy", "hard"}
+    assert not {task.prompt for task in held_out} & {mixed.task(3, index).prompt for index in range(40)}
+
+
+def test_a_curriculum_makes_another_environment(folder: Path) -> None:
+    """So that a run that has begun is not gone on with other tasks: the journal pins the digest."""
+    digests = {make_environment(spec_of(folder, EASY, HARD, by_index=by_index)).digest for by_index in (False, True)}
+    assert len(digests) == 2
+
+
 def test_a_question_becomes_a_chat(folder: Path) -> None:
     environment = make_environment(spec_of(folder, EASY, prompt="chat", system="Answer with a number."))
     plain = make_environment(EnvironmentSpec("chain_sum", EASY.params))

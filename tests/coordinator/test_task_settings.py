@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from coordinator.core.rules import Curriculum
 from coordinator.settings import parse_run_file, read_run_file
 from protocol.errors import UnknownSettingError, UsageError
 from protocol.ids import RunId
@@ -23,6 +24,12 @@ def test_a_data_set_of_reasoning_gym_is_open_to_nodes_as_ever() -> None:
     spec = spec_of(environment="chain_sum", params={"min_terms": 2}, prompt="expression", num_tasks=5)
     assert spec == EnvironmentSpec("chain_sum", {"min_terms": 2}, "expression", 5)
     assert spec.for_nodes() is spec
+
+
+PAIR: list[dict[str, Any]] = [
+    {"environment": "chain_sum", "name": "easy"},
+    {"environment": "chain_sum", "name": "hard"},
+]
 
 
 @pytest.mark.parametrize(
@@ -99,12 +106,31 @@ def test_the_run_of_an_older_coordinator_is_understood() -> None:
         ({"environment": "m:f", "prompt": "expression"}, "only reasoning-gym"),
         ({"environment": "m:f", "name": "a:b"}, "pattern"),
         ({"environment": "m:f", "prompt_column": ""}, "at least 1"),
+        ({"environment": "m:f", "curriculum": {}}, "two or more `pools`"),
+        ({"pools": PAIR[:1], "curriculum": {}}, "two or more `pools`"),
+        ({"pools": PAIR, "curriculum": {"floor": 0.0}}, "greater than 0"),
+        ({"pools": PAIR, "curriculum": {"target": 1.5}}, "less than or equal to 1"),
+        ({"pools": PAIR, "curriculum": {"target": float("nan")}}, "finite"),
+        ({"pools": [*PAIR, {"environment": "c"}], "curriculum": {"floor": 0.4}}, "cannot each keep 0.4"),
+        ({"pools": PAIR, "curriculum": {}, "num_tasks": 7}, "a multiple of the number of pools, 2"),
     ],
 )
 def test_nonsense_is_refused(task: dict[str, Any], match: str) -> None:
     with pytest.raises(UsageError, match=match) as caught:
         spec_of(**task)
     assert "task" in caught.value.what
+
+
+def test_a_curriculum_reaches_the_core_and_no_node() -> None:
+    task = {"pools": [{**PAIR[0], "weight": 3.0}, PAIR[1]], "curriculum": {"target": 0.4}, "num_tasks": 8}
+    run = parse_run_file({"name": "a", "base": "b", "task": task})
+    assert run.environment.by_index
+    rules = run.rules(RunId("ab" * 16), TOKENIZER)
+    assert rules.curriculum == Curriculum((3.0, 1.0), target=0.4, floor=0.05)
+    assert not rules.spec.environment.by_index
+    plain = parse_run_file({"name": "a", "base": "b", "task": {"pools": PAIR}})
+    assert plain.rules(RunId("ab" * 16), TOKENIZER).curriculum is None
+    assert not plain.environment.by_index
 
 
 def test_an_unknown_key_of_a_pool_is_refused_with_the_nearest() -> None:

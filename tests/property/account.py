@@ -4,6 +4,7 @@ It is drawn from events, replies and facts, never from the core's counters, and 
 it knows. Each assertion names what would have happened that never can.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
@@ -46,6 +47,7 @@ class Account:
         self.prefixes: dict[SlotKey, tuple[Tokens, Digest]] = {}
         self.given: dict[SlotKey, Spans] = {}
         self.rewards: dict[SlotKey, float] = {}
+        self.num_rewards: Counter[int] = Counter()
         self.ends: dict[SlotKey, End] = {}
         self.sealed: dict[RoundId, f.RoundSealed] = {}
         self.words: dict[RoundId, dict[PeerId, Digest]] = {}
@@ -57,6 +59,11 @@ class Account:
     def spec(self) -> RunSpec:
         """The run's."""
         return self.world.rules.spec
+
+    @property
+    def num_pools(self) -> int:
+        """Of the curriculum, if there is one."""
+        return len(self.world.rules.curriculum.weights) if self.world.rules.curriculum else 1
 
     @property
     def max_lag(self) -> int:
@@ -115,6 +122,8 @@ class Account:
                 self._end(fact.slot, "dropped")
             case f.RewardRecorded(reward=None):
                 self._end(fact.slot, "failed")
+            case f.RewardRecorded():
+                self.num_rewards[fact.slot.task.index % self.num_pools] += 1
             case f.SlotDropped():
                 self._end(fact.slot, "dropped")
             case f.GroupDropped():
@@ -233,8 +242,11 @@ class Account:
         assert books.issued == sum(map(len, self.groups.values())), "a slot was issued twice, or not at all"
         assert state.num_tokens_trained == self.num_tokens["trained"]
         assert state.num_tokens_masked == self.num_tokens["masked"], "masked tokens are not counted apart"
+        if self.world.rules.curriculum and self.groups:
+            pools = enumerate(state.pools)
+            assert {number: pool.num_rewards for number, pool in pools if pool.num_rewards} == self.num_rewards
         num_tasks = self.spec.environment.num_tasks
-        assert len(state.lengths) <= 64 * num_tasks, "more than 64 bytes are remembered of a task"
+        assert len(state.lengths) + len(state.longest) <= 64 * num_tasks, "more than 64 bytes are remembered of a task"
 
     def _living(self) -> Iterator[SlotKey]:
         return (key for key in self.accepted if key not in self.ends)

@@ -13,6 +13,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from coordinator.core import events
 from coordinator.core.books import check
+from coordinator.core.rules import Curriculum
 from protocol.errors import HexcombError
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, Version
 from protocol.run import EnvironmentSpec
@@ -45,6 +46,7 @@ class Swarm(Nodes):
                 "max_lag": st.sampled_from([1, 1, 2, 0]),
                 "has_dynamic_sampling": st.booleans(),
                 "num_tasks": st.sampled_from([0, 3]),
+                "curriculum": st.sampled_from([None, None, Curriculum((1.0, 2.0))]),
             }
         )
     )
@@ -60,6 +62,7 @@ class Swarm(Nodes):
             expected_nodes=3,
             settle_s=1.0,
             evaluate_every=2,
+            curriculum=how["curriculum"],
         )
         self.bad, self.curse = how["bad"], how["curse"]
         self.world.rules = self.world.core.rules = replace(rules, num_trainers=how["num_trainers"])

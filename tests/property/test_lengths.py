@@ -64,9 +64,10 @@ def test_memory_of_a_task_is_bounded_in_state_and_snapshot() -> None:
     world = epochs(num_tasks)
     for _ in range(num_tasks // 2):
         work(world, [2**20])
-    assert len(world.core.state.lengths) == 4 * num_tasks
+    assert len(world.core.state.lengths) == len(world.core.state.longest) == 4 * num_tasks
     size = len(encode_state(world.core.state))
     world.core.state.lengths.clear()
+    world.core.state.longest.clear()
     assert size - len(encode_state(world.core.state)) <= MAX_BYTES * num_tasks
 
 
