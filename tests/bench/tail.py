@@ -122,11 +122,9 @@ def figures() -> list[Figure]:
         return 1 - means[0] / means[1]
 
     moved = max(outcome.moved for outcome in found.values())
-    what = f"lag 0, 8 fast and 8 slow nodes (1:3), batches of 1,024 slots, {len(SEEDS)} seeds; the same where nothing moves"
-    runaways = (
-        f"{RUNAWAYS:.0%} of the slots up to {LONGER:g} times as long as their tasks'; the same where nothing moves"
-    )
-    alone = "the last of a group that are longer than all that is remembered; the same where nothing moves"
+    what = f"lag 0, 8 fast and 8 slow nodes (1:3), batches of 1,024 slots, {len(SEEDS)} seeds; where nothing moves"
+    runaways = f"{RUNAWAYS:.0%} of the slots up to {LONGER:g} times as long as their tasks'; where nothing moves"
+    alone = "the last of a group that are longer than all that is remembered; where nothing moves"
     return [
         at_least("time of the last 10 % of a batch, cut by", cut("plain", "ours"), 0.3, anchor=what, simulated=True),
         at_least("the same, with runaways", cut("runaways", "ours"), 0.3, anchor=runaways, simulated=True),
