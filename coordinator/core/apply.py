@@ -186,7 +186,9 @@ def _close(state: State, fact: f.LeaseClosed) -> None:
         slot.num_tries += fact.is_fault or fact.is_try
         if fact.is_fault:
             node.failure += FAILURE_ALPHA * (1 - node.failure)
-            slot.failed_by, slot.has_moved = lease.peer_id, False
+            slot.failed_by = lease.peer_id
+            if place[1] in state.moved.get(place[0], ()):
+                state.moved[place[0]].remove(place[1])
     del state.leases[fact.lease_id]
 
 
@@ -221,11 +223,10 @@ def _give_back(state: State, fact: f.SlotGivenBack) -> None:
     place = (fact.slot.task.index, fact.slot.sample)
     _end_claim(state, fact.lease_id, place, how="returned")
     _wait_again(state, place)
-    slot = _slot(state, fact.slot)
-    slot.prefix = None
+    _slot(state, fact.slot).prefix = None
     state.num_stale_returns += fact.reason == "stale"
     if fact.reason == "outgrown":
-        slot.has_moved = True
+        state.moved.setdefault(place[0], []).append(place[1])
         state.num_moved += 1
         state.move_credit -= MOVE_COST
 
@@ -258,6 +259,7 @@ def _accept(state: State, fact: f.RolloutAccepted) -> None:
     node.num_tokens += sum(length for _, length in slot.sampled)
     _credit(node, num_tokens - num_before, now_ms=fact.accepted_ms)
     state.mean_length += (num_tokens - state.mean_length) * (LENGTH_ALPHA if state.mean_length else 1.0)
+    state.move_credit = min(state.move_credit + 1, MAX_MOVE_CREDIT)
 
 
 def _take_turn(state: State, fact: f.TurnTaken) -> None:
@@ -273,7 +275,6 @@ def _take_turn(state: State, fact: f.TurnTaken) -> None:
 def _credit(node: Node, num_tokens: int, *, now_ms: int) -> None:
     """The node did with a slot what it was asked for, and sampled so many tokens for it."""
     node.credit = min(node.credit + 1, MAX_CREDIT)
-    state.move_credit = min(state.move_credit + 1, MAX_MOVE_CREDIT)
     node.failure -= FAILURE_ALPHA * node.failure
     _measure(node, num_tokens, now_ms=now_ms)
 
@@ -312,6 +313,7 @@ def _drop_group(state: State, fact: f.GroupDropped) -> None:
 
 def _retire(state: State, index: int) -> None:
     group = state.groups.pop(index)
+    state.moved.pop(index, None)
     for slot in group.slots:
         state.retired_tally[slot.status] += 1
     fills = tuple((s.peer_id, s.digest) if s.peer_id and s.digest else None for s in group.slots)

@@ -102,6 +102,7 @@ def _check_places(state: State) -> None:
     shared = [key for _, keys in state.round.shares for key in keys] if state.round else sorted(in_round)
     assert sorted(shared) == sorted(in_round), "the shares are not the reserved slots, each once"
     assert not set(state.groups) & set(state.retired), "a group is both open and finished"
+    assert set(state.moved) <= set(state.groups), "a slot of a finished group counts as moved"
 
 
 def _check_leases(state: State) -> None:

@@ -212,8 +212,8 @@ class SlotCancelled:
 
 @dataclass(frozen=True, slots=True)
 class SlotGivenBack:
-    """One slot left its lease unfilled: what was handed in was too old, nothing came of it any more, the environment had
-    no reply to it, or it has outgrown what its task came to before and another node will sooner be done with it."""
+    """One slot left its lease unfilled: what was handed in was too old, nothing came of it any more, the environment
+    had no reply to it, or it has outgrown what its task came to before and another node will sooner be done with it."""
 
     lease_id: LeaseId
     slot: SlotKey

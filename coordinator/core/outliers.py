@@ -97,7 +97,7 @@ def _is_end(turn: Turn) -> bool:
 
 def _has_moved(turn: Turn, place: tuple[int, int]) -> bool:
     """Whether the slot was taken over before, and not failed since."""
-    return turn.state.groups[place[0]].slots[place[1]].has_moved
+    return place[1] in turn.state.moved.get(place[0], ())
 
 
 def _has_outgrown(turn: Turn, place: tuple[int, int], said: SlotProgress) -> bool:

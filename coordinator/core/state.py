@@ -99,8 +99,7 @@ class Prefix:
 class Slot:
     """One sample. `peer_id`, `digest`, `segments`, and `given` (where the environment's tokens are) are set once it is
     filled. While it waits or runs, `prefix` is what it goes on from, `num_tries` counts the nodes that failed it, and
-    `failed_by` is the last of them. `has_moved` says that it was taken from a node as an outlier, which happens once,
-    unless it is failed after that."""
+    `failed_by` is the last of them."""
 
     status: Status = "waiting"
     lease_id: LeaseId | None = None
@@ -112,7 +111,6 @@ class Slot:
     num_tries: int = 0
     failed_by: PeerId | None = None
     given: Spans = ()
-    has_moved: bool = False
 
     @property
     def sampled(self) -> tuple[tuple[Version, int], ...]:
@@ -228,7 +226,8 @@ class State:
     present block that are not open yet, `next_index` is where the next block begins. `lengths` and `longest` hold, for
     each task of an epoch, median and maximum of its last completions, four bytes each; `growth` follows the 75th
     percentile of what these maxima grow by, `mean_length` is a moving average over all (tokens). `move_credit` is
-    earned by filled slots and spent on outliers that move, `num_moved` counts these. `pools` are there where a
+    earned by filled slots and spent on outliers that move; `num_moved` counts these, `moved` names those under way that
+    no node has failed since, by group and sample: they do not move again. `pools` are there where a
     curriculum chooses between them: a task's is its index modulo their number."""
 
     epoch: int = 0
@@ -252,6 +251,7 @@ class State:
     growth: float = 1.0
     move_credit: int = 0
     num_moved: int = 0
+    moved: dict[int, list[int]] = field(default_factory=dict)
     mean_length: float = 0.0
     num_issued: int = 0
     groups: dict[int, Group] = field(default_factory=dict)

@@ -65,9 +65,7 @@ def test_it_moves_with_all_its_tokens() -> None:
     assert known.prefix == Prefix(moved.segments, moved.edge)
     assert world.core.books().returned == 1
     world.crash()
-    found = world.core.state.find(slot)
-    assert found is not None
-    assert found.has_moved
+    assert world.core.state.moved == {slot.task.index: [slot.sample]}
 
 
 def taken(world: World, name: str = FAST, *, num_slots: int = 4, version: int | None = None) -> tuple[SlotKey, ...]:
@@ -151,7 +149,7 @@ def test_it_may_move_again_after_a_node_failed_it() -> None:
     world.do(e.LeaseReturned(PeerId(FAST), grant.lease_id, "out of memory", is_fault=True))
     known = world.core.state.find(slot)
     assert known is not None
-    assert not known.has_moved
+    assert world.core.state.moved == {slot.task.index: []}
     assert known.prefix is not None
     assert known.prefix.num_tokens == 12
 

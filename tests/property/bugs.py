@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coordinator.core import apply, attestation, leases, ledger, returns, roster, rounds, shares
+from coordinator.core.rules import Curriculum
 from coordinator.core.soft import Attestation
 from coordinator.core.state import Batch, Round, Slot, State
 from coordinator.core.turn import Turn
@@ -150,6 +151,9 @@ INVARIANTS: dict[int, Invariant] = {
         {
             "slots of late leases are forgotten": Bug(leases, "expire_leases", forget_leases),
             "moving a slot issues it again": Bug(apply, "_wait_again", issue_again),
+            "rewards of pools are not counted": Bug(
+                apply, "learn_reward", always(None), {"curriculum": Curriculum((1.0, 2.0))}
+            ),
             "masked tokens are not counted": Bug(
                 apply, "_count_trained", always(None), {"policy": "mask_tokens", "mode": "async"}
             ),
