@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from coordinator.core import leases, returns
 from coordinator.core.effects import CancelSlots
+from coordinator.core.turn import Turn
 from coordinator.grader import Grader
 from node.orders import Lease, LeasesCancelled, SlotWork, Welcome, order_of
 from protocol.errors import UsageError
@@ -95,6 +97,38 @@ async def test_a_slot_that_moves_twice_goes_on_twice(quick: Office) -> None:
     work = next(again for again in last.slots if again.slot == work.slot)
     assert [piece.node for piece in work.pieces] == [first.identity.peer_id, second.identity.peer_id]
     assert await third.outcome(last, finished(third, work, (9, STOP_ID))) == "ACCEPTED"
+
+
+async def test_a_slot_that_is_taken_over_goes_on_at_once(quick: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it may be is tested elsewhere; here, that the turn which takes it gives it with all its pieces, and that
+    the node that had it is told."""
+    first, second = await two_rollout_nodes(quick)
+    lease = await first.lease(2)
+    slot = lease.slots[0].slot
+    await first.stream(lease.lease_id, slot, *first.pieces(slot, (7,), (8,)))
+    await told(quick, slot, 2)
+
+    def take_all(turn: Turn, *_: object, **__: object) -> tuple[SlotKey, ...]:
+        found = [(place, advance.said) for place, advance in turn.soft.progress.items()]
+        for place, said in found:
+            returns.take_from_node(turn, place, said, "outgrown")
+        return tuple(said.slot for _, said in found)
+
+    monkeypatch.setattr(leases, "take_outliers", take_all)
+    monkeypatch.setattr(leases, "spare_groups", lambda *_, **__: 0)
+    again = await second.lease(2)
+    (work,) = again.slots
+    assert work.slot == slot
+    assert [(piece.node, piece.token_ids) for piece in work.pieces] == [
+        (first.identity.peer_id, (7,)),
+        (first.identity.peer_id, (8,)),
+    ]
+    assert await first.wait_for(LeasesCancelled) == LeasesCancelled((), (slot,))
+    assert await first.outcome(lease, first.rollout(slot)) == "LEASE_UNKNOWN"
+    answer = await first.stream(lease.lease_id, slot, *first.pieces(slot, (9,), start=2))
+    assert list(answer.unwanted) == [slot_message(slot)]
+    assert await second.outcome(again, finished(second, work, (9, STOP_ID))) == "ACCEPTED"
+    assert quick.core.state.num_moved == 1
 
 
 @pytest.mark.parametrize("sampled", [(7, STOP_ID), (7, 7, 7, 7)])
