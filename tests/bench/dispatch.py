@@ -232,8 +232,9 @@ def _memory() -> list[Figure]:
             mode="sequential", groups_per_batch=128, group_size=8, lease_s=7200.0, environment=environment
         )
         swarm = Swarm(rules, engines=pool, trainer_rates=QUICK, length_of=length_of)
-        swarm.run_to(batches_an_epoch)
-        return swarm.run_to(4 * batches_an_epoch) / (3 * batches_an_epoch)
+        with patch.object(leases, "take_outliers", lambda *_, **__: ()):  # what that gives is measured in `tail`
+            swarm.run_to(batches_an_epoch)
+            return swarm.run_to(4 * batches_an_epoch) / (3 * batches_an_epoch)
 
     pools = {"8 fast and 8 slow nodes (1:3)": [fast] * 8 + [slow] * 8, "16 equal nodes": [fast] * 16}
     mixed, equal = (makespan_s(pool, remembers=True) / makespan_s(pool, remembers=False) for pool in pools.values())
