@@ -101,7 +101,7 @@ class Outcome:
     num_kills: int
 
 
-def write_base(folder: Path) -> Path:
+def write_base(folder: Path, *, vocab_size: int = VOCABULARY) -> Path:
     """A base whose small model has random weights, spread so far that no two tokens are ever nearly as likely."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -112,7 +112,7 @@ def write_base(folder: Path) -> Path:
     folder.mkdir(parents=True)
     write_tokenizer(folder, vocabulary_of(environment.task(0, i).prompt for i in range(200)), max_length=512)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=3,
@@ -136,10 +136,12 @@ def write_base(folder: Path) -> Path:
     return folder
 
 
-def start(folder: Path, base: Path, *, temperature: float, nodes: Sequence[str] = NODES) -> Swarm:
+def start(
+    folder: Path, base: Path, *, temperature: float, nodes: Sequence[str] = NODES, run_file: str = RUN_FILE
+) -> Swarm:
     """The swarm, once every node is at work; the first node seeds version 0."""
     swarm = Swarm(folder)
-    text = RUN_FILE.format(
+    text = run_file.format(
         base=base,
         temperature=temperature,
         num_nodes=len(nodes),
