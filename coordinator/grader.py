@@ -163,11 +163,13 @@ class Grader:
 
     async def replies(self, graded: Sequence[Graded]) -> list[PromptIds | str | None]:
         """What the environment says to each completion: token ids, None where the conversation is over, or why nobody
-        can know."""
+        can know; one that ends the child takes no other with it. Raises as `try_prompts` does."""
         replies: list[PromptIds | str | None] = []
         for start in range(0, len(graded), MAX_REPLIES):
             some = graded[start : start + MAX_REPLIES]
             answers = await one_by_one(some, self._replies, what="the environment's reply")
+            if FAULT in answers:
+                await self._warm.ready()  # with no child to be had it is nobody's fault
             replies += [REPLY_LOST if isinstance(answer, Fault) else answer for answer in answers]
         return replies
 

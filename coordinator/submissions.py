@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from coordinator.authority import Answer as Verdict
 from coordinator.authority import Authority, Wish
 from coordinator.core.events import RolloutSubmitted
@@ -23,6 +25,8 @@ from protocol.rollout import Rollout, check_rollout, edges_of, verify_piece
 from protocol.run import RunSpec
 from protocol.v1 import control_pb2
 from protocol.wire import rollout_of
+
+log = structlog.get_logger()
 
 MAX_ROLLOUTS_A_CALL = 1024
 MAX_PIECES_A_CALL = 4096
@@ -50,6 +54,8 @@ class Submissions:
         self._num_checks = 0
         self._locks: dict[PeerId, asyncio.Lock] = {}
         self._waiting: Counter[PeerId] = Counter()
+        self._talks: dict[PeerId, asyncio.Lock] = {}
+        self._asking: set[asyncio.Task[list[Verdict]]] = set()
 
     async def take(
         self, peer_id: PeerId, request: control_pb2.SubmitRolloutsRequest
@@ -60,16 +66,34 @@ class Submissions:
             check_size(len(request.rollouts), num_pieces, max_slots=MAX_ROLLOUTS_A_CALL)
         async with self.turn_of(peer_id):
             checked = [await self._check(message) for message in request.rollouts]
-        lease_id = LeaseId(request.lease_id)
-        good = [item for item in checked if isinstance(item, Checked)]
-        replies: Sequence[Answer] = [None] * len(good)
-        if self._turns is not None:
-            replies = await self._turns.answers(peer_id, lease_id, [item.rollout for item in good])
-        wishes = [_wish(peer_id, lease_id, item, said) for item, said in zip(good, replies, strict=True)]
-        answers = iter(await self._authority.submit_all(wishes))
+        lease_id, good = LeaseId(request.lease_id), [item for item in checked if isinstance(item, Checked)]
+        answers = iter(await self._judge(peer_id, lease_id, good))
         results = [next(answers) if isinstance(item, Checked) else self._count(item) for item in checked]
         receipts = map(_receipt, request.rollouts, results)
         return control_pb2.SubmitRolloutsResponse(receipts=receipts)
+
+    async def _judge(self, peer_id: PeerId, lease_id: LeaseId, good: Sequence[Checked]) -> list[Verdict]:
+        """What the core says. Where the environment is asked before, that goes on after a caller that does not wait,
+        and is over before the caller's next word."""
+        if self._turns is None:
+            return await self._authority.submit_all([_wish(peer_id, lease_id, item, None) for item in good])
+        asking = asyncio.create_task(self._ask_and_judge(self._turns, peer_id, lease_id, good))
+        self._asking.add(asking)
+        asking.add_done_callback(self._forget)
+        return await asyncio.shield(asking)
+
+    async def _ask_and_judge(
+        self, turns: Turns, peer_id: PeerId, lease_id: LeaseId, good: Sequence[Checked]
+    ) -> list[Verdict]:
+        async with self._talks.setdefault(peer_id, asyncio.Lock()):
+            replies = await turns.answers(peer_id, lease_id, [item.rollout for item in good])
+            wishes = [_wish(peer_id, lease_id, item, said) for item, said in zip(good, replies, strict=True)]
+            return await self._authority.submit_all(wishes)
+
+    def _forget(self, asked: asyncio.Task[list[Verdict]]) -> None:
+        self._asking.discard(asked)
+        if not asked.cancelled() and (error := asked.exception()) is not None:
+            log.info("turns were not taken", why=str(error))  # whoever waited was told, and asks again
 
     @contextlib.asynccontextmanager
     async def turn_of(self, peer_id: PeerId) -> AsyncIterator[None]:

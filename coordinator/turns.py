@@ -17,6 +17,7 @@ from coordinator.grading import Conversation
 from coordinator.hearsay import printable
 from coordinator.pieces import PieceStore
 from coordinator.received import MAX_PIECES
+from protocol.errors import HexcombError, UnreachableError
 from protocol.ids import LeaseId, PeerId
 from protocol.keys import Identity
 from protocol.rollout import Piece, Rollout, edges_of, pack_ids, sign_piece
@@ -45,12 +46,12 @@ class Turns:
         return self._identity.peer_id
 
     async def answers(self, peer_id: PeerId, lease_id: LeaseId, rollouts: Sequence[Rollout]) -> list[Answer]:
-        """What becomes of each rollout that this node would hand in. Those that it may not hand in are not asked
-        about: what the core says of them does not depend on it. Raises `EngineError` when no child can be started."""
+        """What becomes of each rollout that this node would hand in, in one call at a time. Those that it may not hand
+        in are not asked about: what the core says of them does not depend on it. Raises `UnreachableError` when there
+        is nobody to ask."""
         answers: list[Answer] = [None] * len(rollouts)
         asked = [place for place, rollout in enumerate(rollouts) if self._may_go_on(peer_id, lease_id, rollout)]
-        said = [(rollouts[i].slot.task, Conversation(rollouts[i].token_ids, rollouts[i].given)) for i in asked]
-        for place, reply in zip(asked, await self._grader.replies(said) if said else (), strict=True):
+        for place, reply in zip(asked, await self._ask([rollouts[place] for place in asked]), strict=True):
             rollout = rollouts[place]
             if isinstance(reply, str):
                 log.error("the environment did not reply", slot=str(rollout.slot), why=reply)
@@ -60,6 +61,17 @@ class Turns:
         if any(isinstance(answer, EnvironmentReplied) for answer in answers):
             await self._pieces.flush()
         return answers
+
+    async def _ask(self, rollouts: Sequence[Rollout]) -> Sequence[tuple[int, ...] | str | None]:
+        if not rollouts:
+            return ()
+        said = [(rollout.slot.task, Conversation(rollout.token_ids, rollout.given)) for rollout in rollouts]
+        try:
+            return await self._grader.replies(said)
+        except HexcombError as error:  # which is neither the slots' fault nor the node's
+            raise UnreachableError(
+                "the environment cannot be asked", why=error.sentence(), remedy="Try again in a moment."
+            ) from error
 
     def _may_go_on(self, peer_id: PeerId, lease_id: LeaseId, rollout: Rollout) -> bool:
         """Whether the rollout ends with a turn of which the environment is to hear."""

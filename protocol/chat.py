@@ -15,8 +15,8 @@ from typing import Any, Literal, NoReturn
 from protocol.errors import UsageError
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-REPLIED_TO = "\ue000hexcomb\ue000"
-"""Stands for the turn that a tool answers: no template changes it, and no other text holds it."""
+REPLIED_TO, REPLY = "\ue000turn\ue000", "\ue000reply\ue000"
+"""Stand for a turn, and for what a tool answers to it: no template changes them, and no other text holds them."""
 
 MAX_RENDERED = 4 << 20
 """Characters that a rendered chat may have."""
@@ -67,9 +67,9 @@ class ChatTemplate:
     def render_reply(self, messages: Sequence[Message], reply: str) -> str:
         """What follows the text of the model's turn after `messages`: the end of that turn, a tool's message, and the
         opening of the next turn. Raises `UsageError`."""
-        turn, answer = Message("assistant", REPLIED_TO), Message("tool", reply)
-        _, mark, rest = self.render((*messages, turn, answer)).partition(REPLIED_TO)
-        if not mark or reply.strip() not in rest:
+        before = (*messages, Message("assistant", REPLIED_TO))
+        _, _, rest = self.render((*before, Message("tool", reply))).partition(REPLIED_TO)
+        if REPLY not in self.render((*before, Message("tool", REPLY))).partition(REPLIED_TO)[2]:
             raise UsageError(
                 "the model's chat template cannot write a tool's message",
                 why="the message is not in what it makes",

@@ -54,9 +54,12 @@ def _pool(name: str, pool: PoolSpec, spec: EnvironmentSpec, *, num_tasks: int) -
 
 
 def check_first_prompt(environment: Environment, tokenizer: Tokenizer) -> None:
-    """Makes the first task's prompt. Raises `UsageError` where the tokenizer gives no token for it, and as the
-    environment does."""
-    prompt_ids = environment.prompt_ids(environment.task(0, 0), tokenizer)
+    """Makes the first task's prompt, and a reply where there may be some. Raises `UsageError` where the tokenizer gives
+    no token for them, or the chat template cannot write them, and as the environment does."""
+    task = environment.task(0, 0)
+    if environment.is_multi_turn and tokenizer.stop_ids:
+        tokenizer.encode_reply(task.messages, "1", end=tokenizer.stop_ids[0])
+    prompt_ids = environment.prompt_ids(task, tokenizer)
     if not prompt_ids:
         raise UsageError(
             f"environment {environment.name!r} cannot be used",

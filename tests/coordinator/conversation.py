@@ -24,6 +24,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 BROKEN = """
+import os
 class Broken:
     def task(self, seed, index): return {"prompt": f"{seed}+{index}=", "answer": ""}
     def reply(self, row, messages):
@@ -32,11 +33,11 @@ class Broken:
         if said == "8":
             while True: pass
         if said == "9": return 9
+        if said == "3": os.kill(os.getpid(), 9)
         return "" if said == "6" else "1" * 99 if said == "5" else "1" if said == "4" else None
     def score(self, row, messages): return float(len(messages))
 def make(): return Broken()
 """
-LIMITS = {"limits": {"heartbeat_s": 0.5}}
 
 
 @dataclass
@@ -86,6 +87,7 @@ async def on_stage(
     module: str = "calculator",
     on: Path | None = None,
     evaluation: dict[str, int] | None = None,
+    limits: dict[str, int] | None = None,
     **sampling: int,
 ) -> AsyncIterator[Stage]:
     """`sampling` is of the run file's section."""
@@ -98,7 +100,7 @@ async def on_stage(
         "task": section,
         "sampling": {"max_new_tokens": 96, **sampling},
         "evaluation": evaluation or {},
-        **LIMITS,
+        "limits": {"heartbeat_s": 0.5, **(limits or {})},
     }
     run = parse_run_file(run_content(folder / "base", **changes))
     run._folder = str(folder)

@@ -1,5 +1,6 @@
 """Tasks of several turns: the calculator of docs/tasks.md, nodes that die in the middle, nodes that forge replies."""
 
+import asyncio
 import dataclasses
 import shutil
 from collections.abc import Callable
@@ -14,10 +15,13 @@ from coordinator.grading import Conversation
 from coordinator.replay import prove
 from node.slot_orders import prefix_trouble
 from node.tokenizer import END
-from protocol.errors import UsageError
+from protocol.errors import EngineError, UnreachableError, UsageError
 from protocol.ids import SlotKey, TaskKey, Version
 from protocol.rollout import Piece, Rollout, pack_ids, sign_piece
+from protocol.v1 import control_pb2
+from protocol.wire import rollout_message
 from tests.coordinator.conversation import again, joined, on_stage, turn, write_folder
+from tests.coordinator.office import typed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -80,7 +84,7 @@ async def test_two_turns_go_over_two_nodes_and_are_scored_and_trained_on(
         assert sample.completion_ids[len(said.token_ids) : stop] == reply.token_ids
         assert office.core.state.batch.num_tokens == sum(sum(item.mask) for item in samples.values())
         check(office.core.state)
-        assert prove(office.home.journal)[0].state == office.core.state
+        await office.until(lambda: prove(office.home.journal)[0].state == office.core.state)
 
 
 async def test_no_node_can_speak_for_the_environment(folder: Path, make_home: Callable[[], Path]) -> None:
@@ -143,7 +147,7 @@ async def test_an_environment_that_fails_costs_its_slot_alone(folder: Path, make
     async with on_stage(folder, make_home, module="broken_tools") as stage:
         office = stage.office
         _, node = await office.swarm()
-        reasons = {"7": "KeyError: 'no such tool'", "9": "gave int", "6": "makes no token"}
+        reasons = {"7": "KeyError: 'no such tool'", "9": "gave int", "6": "makes no token", "3": "child was lost"}
         for said, why in reasons.items():
             lease = await node.lease(1)
             receipts = await node.control.submit(lease.lease_id, [turn(node, lease.slots[0], stage.said(said))])
@@ -233,7 +237,7 @@ async def test_a_turn_outlives_the_coordinator_and_is_there_once(
                 assert await node.outcome(more, turn(node, work, stage.said(answer))) == "ACCEPTED"
                 await office.until(lambda slot=slot: office.core.state.find(slot).reward == 1.0)
             check(office.core.state)
-            assert prove(office.home.journal)[0].state == office.core.state
+            await office.until(lambda: prove(office.home.journal)[0].state == office.core.state)
 
 
 async def test_a_turn_that_only_the_file_has_moves_on_with_its_reply(
@@ -285,4 +289,70 @@ async def test_an_environment_that_says_another_thing_than_before_is_not_believe
 async def test_held_out_tasks_cannot_be_completed_by_trainers(folder: Path, make_home: Callable[[], Path]) -> None:
     with pytest.raises(UsageError, match="cannot be used with this environment"):
         async with on_stage(folder, make_home, evaluation={"every": 1}):
+            pass
+
+
+async def test_turns_need_no_pieces_on_their_way(folder: Path, make_home: Callable[[], Path]) -> None:
+    async with on_stage(folder, make_home, limits={"piece_tokens": 0}) as stage:
+        _, node = await stage.office.swarm()
+        lease = await node.lease(1)
+        work = lease.slots[0]
+        call, _, answer = stage.answer(work.prompt_ids)
+        assert await node.outcome(lease, turn(node, work, stage.said(call))) == "TURN_TAKEN"
+        lease, work = await again(node, work.slot)
+        assert await node.outcome(lease, turn(node, work, stage.said(answer))) == "ACCEPTED"
+
+
+async def test_a_node_that_gives_up_waiting_finds_its_turn_taken(
+    folder: Path, make_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with on_stage(folder, make_home) as stage:
+        _, node = await stage.office.swarm()
+        lease = await node.lease(1)
+        rollout = turn(node, lease.slots[0], stage.said(stage.answer(lease.slots[0].prompt_ids)[0]))
+        slow, replies, asked = asyncio.Event(), stage.grader.replies, list[int]()
+
+        async def reply(said: Any) -> Any:
+            asked.append(len(said))
+            await slow.wait()
+            return await replies(said)
+
+        monkeypatch.setattr(stage.grader, "replies", reply)
+        request = control_pb2.SubmitRolloutsRequest(lease_id=lease.lease_id, rollouts=[rollout_message(rollout)])
+        with pytest.raises(UnreachableError):
+            await typed(node.control.stub.SubmitRollouts(request, timeout=0.5))
+        assert asked == [1]
+        trying = asyncio.create_task(node.outcome(lease, rollout))
+        await asyncio.sleep(0)
+        slow.set()
+        assert await trying == "DUPLICATE"
+        assert asked == [1]
+
+
+async def test_with_nobody_to_ask_a_turn_waits(
+    folder: Path, make_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with on_stage(folder, make_home) as stage:
+        _, node = await stage.office.swarm()
+        lease = await node.lease(1)
+        rollout = turn(node, lease.slots[0], stage.said(stage.answer(lease.slots[0].prompt_ids)[0]))
+
+        async def gone(said: Any) -> Any:
+            raise EngineError("the grader does not start")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(stage.grader, "replies", gone)
+            before = stage.office.state()
+            with pytest.raises(UnreachableError, match="does not start"):
+                await node.control.submit(lease.lease_id, [rollout])
+            assert stage.office.state() == before
+        assert await node.outcome(lease, rollout) == "TURN_TAKEN"
+
+
+async def test_a_template_without_tools_ends_the_start(folder: Path, make_home: Callable[[], Path]) -> None:
+    (folder / "base" / "chat_template.jinja").write_text(
+        "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(UsageError, match="tool's message"):
+        async with on_stage(folder, make_home):
             pass

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from node.compute.messages import SlotAdvanced, SlotFilled, StopSlots
 from node.home import Home
-from node.orders import Receipt
+from node.orders import Receipt, SlotWork
 from protocol.ids import Digest, LeaseId, SlotKey, Version
 from protocol.rollout import Rollout, check_rollout, edges_of, verify_pieces
 from tests.node.fakes import RUN_ID, SPEC, until
@@ -69,6 +70,37 @@ async def test_a_slot_is_gone_on_with_from_the_pieces_of_others(node_home: Home)
     assert len(second.pieces) == 2
     assert bench.node.state.counts["slots/gone on with"] == 1
     assert bench.node.state.rate.total == 4  # its own tokens alone
+
+
+def without_logprobs(work: SlotWork, *places: int) -> SlotWork:
+    """Some of its pieces as the environment's."""
+    made = (replace(piece, logprobs=()) if at in places else piece for at, piece in enumerate(work.pieces))
+    return replace(work, pieces=tuple(made))
+
+
+async def test_a_slot_is_gone_on_with_from_what_the_environment_said(node_home: Home) -> None:
+    begun = without_logprobs(with_pieces(work(7), (0, 0, (5, 1)), (0, 2, (6, 1, 7))), 1)
+    bench = Bench(node_home, begun)
+    bench.coordinator.outcome = "TURN_TAKEN"
+    await bench.run()
+    [generated] = bench.child.generated
+    assert [order.prefix_ids for order in generated.orders] == [(5, 1, 6, 1, 7)]
+    [rollout] = bench.coordinator.taken
+    assert rollout.pieces[:2] == begun.pieces
+    assert rollout.given == ((2, 3),)
+    check_rollout(rollout, SPEC.sampling)
+    assert (bench.lease.num_taken, bench.coordinator.returned) == (1, [])
+
+
+@pytest.mark.parametrize("places", [(0,), (0, 1), (2,)])
+async def test_a_slot_in_which_the_environment_speaks_out_of_turn_is_left_out(
+    node_home: Home, places: tuple[int, ...]
+) -> None:
+    begun = without_logprobs(with_pieces(work(7), (0, 0, (5, 1)), (0, 2, (6,)), (0, 3, (7,))), *places)
+    bench = Bench(node_home, begun)
+    await bench.run()
+    assert bench.coordinator.taken == []
+    assert bench.coordinator.returned == [("ff", False)]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,41 @@ def test_a_chat_is_written_as_transformers_writes_it(
     assert tokenizer.encode_chat(chat) == tuple(theirs(expected, add_special_tokens=False)["input_ids"])
 
 
+def test_a_reply_is_written_as_transformers_writes_what_follows_the_turn(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write_model(tmp_path, CHATML)
+    theirs, tokenizer = PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(folder)
+    for chat in CHATS:
+        said = [*chat, Message("assistant", "2 * 2"), Message("tool", "= 4")]
+        plain = [{"role": message.role, "content": message.content} for message in said]
+        whole = theirs.apply_chat_template(plain, chat_template=CHATML, tokenize=False, add_generation_prompt=True)
+        rest = whole.rpartition("2 * 2")[2]
+        assert rest.startswith("<|im_end|>\n<|im_start|>tool\n= 4")
+        assert tokenizer.chat_template is not None
+        assert tokenizer.chat_template.render_reply(chat, "= 4") == rest
+        end = theirs.convert_tokens_to_ids("<end>")
+        expected = theirs(rest.removeprefix("<end>"), add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode_reply(chat, "= 4", end=end) == tuple(expected)
+
+
+def test_a_reply_leaves_out_the_end_of_turn_that_was_sampled(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
+    tokenizer = load_tokenizer(write_model(tmp_path, template))
+    assert tokenizer.encode_reply(CHATS[0], "2", end=1) == tokenizer.encode("2<end>")
+    assert tokenizer.encode_reply(CHATS[0], "2", end=0) == tokenizer.encode("<end>2<end>")
+    assert tokenizer.encode_reply((), "2", end=1) == tokenizer.encode("2")
+    with pytest.raises(UsageError, match="no token"):
+        tokenizer.encode_reply((), "", end=1)
+
+
+@pytest.mark.parametrize("reply", ["6", "assistant", "Today"])
+def test_a_template_that_leaves_tools_out_is_refused(tmp_path: Path, reply: str) -> None:
+    tokenizer = load_tokenizer(write_model(tmp_path, LLAMA))
+    with pytest.raises(UsageError, match="tool's message"):
+        tokenizer.encode_reply(CHATS[0], reply, end=1)
+
+
 def test_several_templates_with_names_have_a_default(tmp_path: Path) -> None:
     folder = write_model(tmp_path, "")
     (folder / "chat_template.jinja").unlink()
