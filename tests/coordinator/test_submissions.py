@@ -242,3 +242,25 @@ async def test_fields_that_nobody_knows_are_not_kept(office: Office) -> None:
     assert len(stuffed.SerializeToString()) > len(good)
     assert await handed_in(rollout, lease.lease_id, stuffed) == ["ACCEPTED"]
     assert await office.coordinator.authority.rollout_bodies([rollout.rollout(lease.slots[0].slot).slot]) == [good]
+
+
+async def test_an_environment_without_replies_is_never_asked(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(*_: object, **__: object) -> None:
+        raise AssertionError("a single turn costs a way to the grader")
+
+    _, node = await office.swarm()
+    lease = await node.lease(1)
+    monkeypatch.setattr(Grader, "replies", ask)
+    assert await node.outcome(lease, node.rollout(lease.slots[0].slot)) == "ACCEPTED"
+
+
+async def test_where_nothing_replies_no_piece_is_the_environments(office: Office) -> None:
+    """Not even one that the coordinator's key has signed."""
+    _, node = await office.swarm()
+    lease = await node.lease(1)
+    slot = lease.slots[0].slot
+    for identity in (node.identity, office.home.identity):
+        said = Piece(identity.peer_id, Version(0), 2, (8,), ())
+        said = sign_piece(identity, run_id=office.home.run_id, slot=slot, piece=said)
+        first, last = node.pieces(slot, (7, STOP_ID)), node.pieces(slot, (STOP_ID,), start=3)
+        assert await node.outcome(lease, Rollout(slot, (*first, said, *last), "stop")) == "ROLLOUT_MALFORMED"

@@ -37,6 +37,18 @@ class Listed:
     def task(self, seed, index): return {"prompt": LIST[index % len(LIST)], "answer": str(index % len(LIST))}
 def make(): return Listed()
 """
+TALKS = """
+import random
+class Talks:
+    def task(self, seed, index): return {"prompt": f"{seed} {index}", "answer": "yes", "pool": "own"}
+    def reply(self, row, messages):
+        if messages[-1]["content"] == "fail": raise OSError("no tool")
+        return None if len(messages) > 2 else f"{messages[-1]['role']} {random.random()}"
+class Judged(Talks):
+    def score(self, row, messages): return len(messages) / 4 if "prompt" not in row else 0.0
+def make(): return Judged()
+def unjudged(): return Talks()
+"""
 BROKEN = """
 import itertools, time, sys, os
 COUNT = itertools.count()
@@ -71,7 +83,13 @@ NUMBER = 7
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A run file's folder with modules, whose names nobody else has."""
     modules, path = set(sys.modules), list(sys.path)
-    for name, text in (("hx_sums", SUMS), ("hx_listed", LISTED), ("hx_broken", BROKEN), ("hx_syntax", "def (")):
+    for name, text in (
+        ("hx_sums", SUMS),
+        ("hx_listed", LISTED),
+        ("hx_broken", BROKEN),
+        ("hx_talks", TALKS),
+        ("hx_syntax", "def ("),
+    ):
         (tmp_path / f"{name}.py").write_text(text)
     yield tmp_path
     sys.path[:] = path
@@ -262,3 +280,29 @@ def test_the_digest_names_the_chat_template(folder: Path) -> None:
         object.__setattr__(tokenizer, "chat_template", ChatTemplate(text, {}))
         digests.add(prompts_digest(environment, tokenizer))
     assert len(digests) == 3
+
+
+def test_an_object_with_a_reply_holds_conversations_also_as_a_pool_and_as_a_chat(folder: Path) -> None:
+    sums, talks = PoolSpec("hx_sums:make", "sums"), PoolSpec("hx_talks:make", "talks")
+    assert not make_environment(spec_of(folder, sums)).is_multi_turn
+    said = [Message("assistant", "hello")]
+    for spec in (spec_of(folder, talks), spec_of(folder, sums, talks), spec_of(folder, talks, prompt="chat")):
+        environment = make_environment(spec)
+        assert environment.is_multi_turn
+        task = next(task for i in range(50) if "+" not in (task := environment.task(0, i)).prompt)
+        reply = environment.reply(task, said)
+        assert reply is not None
+        assert reply.startswith("assistant 0.")
+        assert environment.reply(task, said) == reply, "chance is seeded"
+        whole = [*said, Message("tool", reply), Message("assistant", "yes ")]
+        assert environment.reply(task, whole) is None
+        assert environment.score_turns(task, whole) == 0.75
+        with pytest.raises(EngineError, match="OSError: no tool"):
+            environment.reply(task, [Message("assistant", "fail")])
+    mixed = make_environment(spec_of(folder, sums, talks))
+    single = next(task for i in range(50) if "+" in (task := mixed.task(0, i)).prompt)
+    assert mixed.reply(single, said) is None
+    assert mixed.score_turns(single, [Message("assistant", single.answer)]) == 1.0
+    plain = make_environment(spec_of(folder, PoolSpec("hx_talks:unjudged", "talks")))
+    scores = [plain.score_turns(plain.task(0, 0), [*said, Message("assistant", text)]) for text in (" yes", "no")]
+    assert scores == [1.0, 0.0]
