@@ -19,6 +19,7 @@ from coordinator.core.books import check
 from coordinator.core.state import State, encode_state
 from coordinator.failpoints import VARIABLE
 from coordinator.journal_reader import JournalReader
+from protocol.errors import JournalError
 from protocol.ids import Digest, InviteId, LeaseId, PeerId, RoundId, SlotKey, Version
 from tests.coordinator.journal_writer import Answer, Command
 from tests.coordinator.world import BASE, make_body
@@ -51,6 +52,7 @@ class Account:
     leases: set[LeaseId] = field(default_factory=set)
     sealed: dict[RoundId, set[SlotKey]] = field(default_factory=dict)
     trained: set[SlotKey] = field(default_factory=set)
+    turns: set[tuple[SlotKey, Digest]] = field(default_factory=set)
     num_versions: int = 0
 
     def enter(self, reader: JournalReader) -> None:
@@ -65,6 +67,8 @@ class Account:
                 case f.RolloutAccepted() as fact:
                     assert fact.slot not in self.accepted, "two rollouts were accepted for one slot"
                     self.accepted[fact.slot] = fact.digest
+                case f.TurnTaken() as fact:
+                    self.turns.add((fact.slot, fact.answered))
                 case f.RoundSealed() as fact:
                     self.sealed[fact.round_id] = {slot for _, part in fact.shares for slot in part}
                 case f.VersionCommitted() as fact:
@@ -95,6 +99,7 @@ class Clients:
         self.granted: set[LeaseId] = set()
         self.acknowledged: dict[SlotKey, Digest] = {}
         self.tried: dict[SlotKey, e.RolloutSubmitted] = {}
+        self.turns: set[tuple[SlotKey, Digest]] = set()
         self.next: subprocess.Popen[bytes] | None = None
 
     def live(self, failpoints: str = "", *, limit_bytes: int = 0, then: str = "", num_turns: int = 80) -> int:
@@ -164,7 +169,11 @@ class Clients:
         """Notes what was acknowledged; a repetition must be known as one."""
         if answer.grant is not None:
             self.granted.add(answer.grant.lease_id)
-        if not isinstance(event, e.RolloutSubmitted):
+        if not isinstance(event, e.RolloutSubmitted) or answer.outcome == JournalError.code:
+            return  # a coordinator that is going down has no answer
+        if event.reply is not None:
+            if answer.outcome in ("TURN_TAKEN", "DUPLICATE"):
+                self.turns.add((event.slot, event.edges[-1]))
             return
         if event.slot in self.acknowledged and self.is_remembered(event.slot):
             assert answer.outcome == "DUPLICATE", f"an acknowledged rollout came again, and was {answer.outcome}"
@@ -210,8 +219,7 @@ class Clients:
                 group = state.groups[index]
                 slot = group.key(sample)
                 newest = state.head.version if state.head else group.version
-                digest = Digest(f"{slot} by {lease_id}")
-                event = e.RolloutSubmitted(lease.peer_id, lease_id, slot, digest, ((newest, 4),))
+                event = self.rollout(lease.peer_id, lease_id, slot, newest)
                 self.tried[slot] = event
                 work += [event] * self.chance.choice([1, 1, 2])
         for group in state.groups.values():
@@ -229,6 +237,17 @@ class Clients:
             ends = [e.VersionAttested(peer, state.round.round_id, body, {}) for peer in state.round.peer_ids]
         return [*(self.heartbeat(node) for node in NODES), *work[:6], *ends, e.TimerFired()]
 
+    def rollout(self, peer_id: PeerId, lease_id: LeaseId, slot: SlotKey, newest: Version) -> e.RolloutSubmitted:
+        """What a node hands in: every other slot is a conversation of two turns."""
+        held, own = self.account.state.find(slot), ((newest, 4),)
+        assert held is not None
+        digest, edge = Digest(f"{slot} by {lease_id}"), Digest(f"{slot} at {newest}")
+        if held.prefix is not None:
+            segments, edges = (*held.prefix.segments, *own), (held.prefix.edge, Digest(f"{edge}, second turn"))
+            return e.RolloutSubmitted(peer_id, lease_id, slot, digest, segments, edges, held.prefix.given)
+        reply = e.EnvironmentReplied(2, Digest(f"{edge}, and a reply")) if slot.sample % 2 else None
+        return e.RolloutSubmitted(peer_id, lease_id, slot, digest, own, (edge,), (), reply)
+
     def check(self) -> None:
         """What was acknowledged is on disk, and what is on disk holds together."""
         self.read()
@@ -241,6 +260,7 @@ class Clients:
         assert self.granted <= self.account.leases, "an acknowledged lease is lost"
         for slot, digest in self.acknowledged.items():
             assert self.account.accepted.get(slot) == digest, "an acknowledged rollout is lost, or another one"
+        assert self.turns <= self.account.turns, "an acknowledged turn is lost"
         newest = self.reader.newest_manifest()
         head = self.account.state.head
         said = int(newest.payload.split()[0]) if newest is not None else None

@@ -54,6 +54,7 @@ def test_killed_once_at_each_failpoint(make_clients: Callable[..., Clients]) -> 
     assert clients.live(num_turns=3) == 0
     account = clients.account
     assert len(clients.acknowledged) > 20
+    assert len(clients.turns) > 10
     assert account.num_versions > 3
     assert len(account.trained) > 10
     assert clients.reader is not None
