@@ -159,7 +159,7 @@ def _grant(state: State, fact: f.LeaseGranted) -> None:
     claimed = {(key.task.index, key.sample) for key in fact.slots}
     for place in claimed:
         position = bisect_left(state.waiting, place)  # many may wait
-        assert state.waiting[position] == place, f"{place} does not wait"
+        assert state.waiting[position : position + 1] == [place], f"{place} does not wait"
         del state.waiting[position]
     for key in fact.slots:
         slot = _slot(state, key)
@@ -256,7 +256,7 @@ def _accept(state: State, fact: f.RolloutAccepted) -> None:
     slot.digest, slot.segments, slot.given = fact.digest, fact.segments, fact.given
     node = state.nodes[fact.peer_id]
     node.num_accepted += 1
-    node.num_tokens += sum(length for _, length in slot.sampled)
+    node.num_tokens += num_tokens - sum(length for _, length in fact.given) if fact.given else num_tokens
     _credit(node, num_tokens - num_before, now_ms=fact.accepted_ms)
     state.mean_length += (num_tokens - state.mean_length) * (LENGTH_ALPHA if state.mean_length else 1.0)
     state.move_credit = min(state.move_credit + 1, MAX_MOVE_CREDIT)

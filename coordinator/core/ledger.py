@@ -36,12 +36,14 @@ def submit(turn: Turn, event: RolloutSubmitted) -> Receipt:
             why="this node filled the slot with another rollout before",
             remedy="Drop it.",
         )
-    if _is_answered(turn, event):
+    slot = turn.state.find(event.slot)
+    prefix = slot.prefix if slot is not None else None
+    if prefix is not None and prefix.answered is not None and event.edges[-1:] == (prefix.answered,):
         return Receipt(event.slot, "DUPLICATE", "its last turn was taken before")
     _check_lease(turn, event)
     head = _check_segments(turn, event)
-    _check_prefix(turn, event)
-    _check_given(turn, event)
+    _check_prefix(event, prefix)
+    _check_given(event, prefix)
     turn.soft.progress.pop((event.slot.task.index, event.slot.sample), None)
     newest = event.segments[-1][0]
     if not is_fresh(v_train=head, v_token=newest, max_lag=turn.max_lag):
@@ -112,12 +114,6 @@ def _fill_of(turn: Turn, key: SlotKey) -> tuple[PeerId, Digest] | None:
     return retired.fills[key.sample] if 0 <= key.sample < len(retired.fills) else None
 
 
-def _is_answered(turn: Turn, event: RolloutSubmitted) -> bool:
-    """Whether the slot goes on from a reply to just this."""
-    prefix = _prefix_of(turn, event)
-    return prefix is not None and prefix.answered is not None and event.edges[-1:] == (prefix.answered,)
-
-
 def _check_lease(turn: Turn, event: RolloutSubmitted) -> None:
     lease = turn.state.leases.get(event.lease_id)
     place = (event.slot.task.index, event.slot.sample)
@@ -148,8 +144,7 @@ def _check_segments(turn: Turn, event: RolloutSubmitted) -> Version:
     return head
 
 
-def _check_given(turn: Turn, event: RolloutSubmitted) -> None:
-    prefix = _prefix_of(turn, event)
+def _check_given(event: RolloutSubmitted, prefix: Prefix | None) -> None:
     if event.given != (prefix.given if prefix is not None else ()):
         raise RolloutMalformedError(
             f"the rollout for slot {event.slot} was refused",
@@ -158,19 +153,13 @@ def _check_given(turn: Turn, event: RolloutSubmitted) -> None:
         )
 
 
-def _check_prefix(turn: Turn, event: RolloutSubmitted) -> None:
-    prefix = _prefix_of(turn, event)
+def _check_prefix(event: RolloutSubmitted, prefix: Prefix | None) -> None:
     if prefix is not None and prefix.edge not in event.edges:
         raise RolloutMalformedError(
             f"the rollout for slot {event.slot} was refused",
             why="it does not go on from the pieces that came with its lease",
             remedy="Hand in those pieces as they came, and then what was sampled after them.",
         )
-
-
-def _prefix_of(turn: Turn, event: RolloutSubmitted) -> Prefix | None:
-    slot = turn.state.find(event.slot)
-    return slot.prefix if slot is not None else None
 
 
 def _close_if_done(turn: Turn, event: RolloutSubmitted) -> None:
