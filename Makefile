@@ -72,6 +72,10 @@ tests: ## the tests that are not slow
 slow: setup ## the tests that take longer than about 20 seconds each
 	$(call phase,slow tests,$(BIN)/python -m pytest -m slow --durations=10)
 
+.PHONY: test-engines
+test-engines: setup ## the engine tests against both ends of the stated range of vLLM, in .venv-engines (slow)
+	@$(BIN)/python -m tests.engine.ends
+
 .PHONY: bench-coordinator
 bench-coordinator: setup ## figures of the coordinator against their thresholds (about ten minutes); PARTS="scale …" for some
 	@$(BIN)/python -m tests.bench.coordinator $(PARTS)
@@ -101,4 +105,4 @@ protos: setup ## generate the Python stubs from protocol/v1/*.proto
 
 .PHONY: clean
 clean: ## remove the environments and the caches
-	@rm -rf .venv .venv-test .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-test .venv-engines .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -136,13 +136,15 @@ class RolloutWork:
             rates=known or (),
             is_first=known is None,
         )
+        begun_s = time.monotonic()
         started = await self._child.request(order, Started, deadline_s=START_DEADLINE_S)
+        node.state.engine_start_s = round(time.monotonic() - begun_s, 2)
         node.state.engine, node.state.num_seats = started.engine, started.num_seats
         node.state.k3, node.state.engine_choice, node.state.engine_rates = started.k3, started.choice, started.rates
         if order.engine == "auto":
             remember(node.home.path, key, started.rates)
         self._note_loaded(head)
-        log.info("engine up", engine=started.engine, version=head)
+        log.info("engine up", engine=started.engine, version=head, took_s=node.state.engine_start_s)
 
     async def _watch(self) -> None:
         raise await self._child.wait_closed()

@@ -146,6 +146,7 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "engine": state.engine,
         "engine_choice": state.engine_choice,
         "engine_rates": {rate.engine: round(rate.tokens_per_s, 1) for rate in state.engine_rates},
+        "engine_start_s": state.engine_start_s,
         "engine_seats": state.num_seats,
         "engine_restraint": state.restraint,
         "engine_k3": state.k3,

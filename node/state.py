@@ -67,7 +67,8 @@ class NodeState:
     what one that is not up yet starts from, which may be long out of date when it is. `num_seats` are the samples that
     the engine runs at a time; `restraint` says by how many steps it takes less than it could, after crashes. `k3` and
     `canary_difference` say how far the engine's log-probabilities are from the trainers', at its start and after the
-    last load; None = not compared. `engine_choice` says why the engine is this one, `engine_rates` what was measured.
+    last load; None = not compared. `engine_choice` says why the engine is this one, `engine_rates` what was measured,
+    `engine_start_s` how long it took to start.
 
     `paused` is the owner's word of the moment, `limited` what the standing limits say, `not_available` which of them
     cannot be looked after, `memory_trouble` that a job must end for the memory that it takes. `finishing` ends in the
@@ -82,6 +83,7 @@ class NodeState:
     engine: str = ""
     engine_choice: str = ""
     engine_rates: tuple[EngineRate, ...] = ()
+    engine_start_s: float | None = None
     num_seats: int = 0
     restraint: int = 0
     k3: float | None = None

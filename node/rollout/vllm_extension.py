@@ -7,6 +7,7 @@ Shapes: B rows, V vocabulary.
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import shutil
@@ -29,9 +30,11 @@ NOISE_KEY = "hexcomb"  # in a request's `extra_args`: (seed, first position, tem
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """The entry of the process, in place of vLLM's own: which is called once a watch on the owner is set."""
+    """The entry of the process, in place of vLLM's own: which is called once a watch on the owner is set, and with the
+    imports done for which garbage was not collected."""
     from vllm.v1.engine.core import EngineCoreProc
 
+    gc.enable()
     threading.Thread(target=_end_with_owner, name="hexcomb-owner-watch", daemon=True).start()
     try:
         EngineCoreProc.run_engine_core(*args, **kwargs)
