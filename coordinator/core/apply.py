@@ -77,8 +77,7 @@ def apply(state: State, fact: f.Fact) -> None:
             state.num_vacant_seats += state.roles.pop(fact.peer_id) == "trainer"
             state.nodes[fact.peer_id].num_losses += 1
         case f.TrainersFailed():
-            for peer_id in fact.peer_ids:
-                state.nodes[peer_id].num_strikes = STRIKES_TO_FAIL
+            _fail_trainers(state, fact)
         case f.VersionCommitted():
             _commit(state, fact)
         case f.LeaseGranted():
@@ -134,6 +133,11 @@ def _move(state: State, slot: Slot, status: Status) -> None:
     state.tally[slot.status] -= 1
     state.tally[status] += 1
     slot.status = status
+
+
+def _fail_trainers(state: State, fact: f.TrainersFailed) -> None:
+    for peer_id in fact.peer_ids:
+        state.nodes[peer_id].num_strikes = STRIKES_TO_FAIL
 
 
 def _give_role(state: State, fact: f.RoleGiven) -> None:

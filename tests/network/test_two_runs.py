@@ -81,10 +81,10 @@ async def parties() -> AsyncIterator[tuple[Party, Party]]:
         stack.callback(shutil.rmtree, folder)
         base = write_base(folder / "base")
         grader = Grader(SUMS, model_dir=base, run_dir=folder / "run", log_path=folder / "grader.log")
-        first, second, _ = await asyncio.gather(
+        await stack.enter_async_context(grader)
+        first, second = await asyncio.gather(
             stack.enter_async_context(serving(grader, base, folder / "a")),
             stack.enter_async_context(serving(grader, base, folder / "b")),
-            stack.enter_async_context(grader),
         )
         entrances = [await office.until(office.coordinator._bootstraps) for office in (first, second)]
         await first.coordinator._directory.set_bootstraps(entrances[1])

@@ -1,4 +1,4 @@
-"""What trust in an engine costs: `python -m tests.bench.self_test MODEL_DIR [ENGINE ...]`.
+"""What trust in an engine costs: `python -m tests.bench.trust MODEL_DIR [ENGINE ...]`.
 
 Seconds of a start, of the self-test after it, and of a load with the canary's probe scored and without. MODEL_DIR holds
 `config.json` and `model.safetensors` in float32.
@@ -8,9 +8,8 @@ import asyncio
 import sys
 import time
 from pathlib import Path
-from typing import cast
 
-from node.rollout.selection import EngineName, make_engine
+from node.rollout.selection import make_engine
 from node.rollout.self_test import judge_engine
 from node.torch_guard import block_broken_extras
 from protocol.canary import TOLERANCES, probe_for
@@ -21,7 +20,7 @@ NUM_LOADS = 5
 """Best of so many."""
 
 
-async def figures_of(name: EngineName, model_dir: Path) -> list[Figure]:
+async def figures_of(name: str, model_dir: Path) -> list[Figure]:
     """The figures of one engine."""
     weights, engine = model_dir / "model.safetensors", make_engine(name)
     began_s = time.monotonic()
@@ -48,12 +47,12 @@ async def figures_of(name: EngineName, model_dir: Path) -> list[Figure]:
     ]
 
 
-async def main(model_dir: Path, names: list[EngineName]) -> bool:
+async def main(model_dir: Path, names: list[str]) -> bool:
     """Prints the table; whether every threshold was reached."""
     block_broken_extras()
     return print_table([figure for name in names for figure in await figures_of(name, model_dir)])
 
 
 if __name__ == "__main__":
-    wanted = cast(list[EngineName], sys.argv[2:] or ["transformers", "vllm"])
+    wanted = sys.argv[2:] or ["transformers", "vllm"]
     sys.exit(0 if asyncio.run(main(Path(sys.argv[1]), wanted)) else 1)
