@@ -25,7 +25,7 @@ from protocol.tokens import load_tokenizer
 from tests.bench import resume
 from tests.network.swarm import Swarm
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
 NODES = ("r1", "r2")
 MAX_KILLS = 8
