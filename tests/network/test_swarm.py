@@ -103,7 +103,7 @@ def test_killed_trainer_costs_a_round_at_most(swarm: Swarm) -> None:
 
 
 def test_evaluations_are_of_committed_versions(swarm: Swarm) -> None:
-    swarm.wait_for("an evaluation", lambda: swarm.status()["evaluations"])
+    swarm.wait_for("an evaluation", lambda: swarm.status().get("evaluations"))
     status = swarm.status()
     assert all(0 <= e["accuracy"] <= 1 and e["version"] % 2 == 0 for e in status["evaluations"])
 
