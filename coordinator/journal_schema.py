@@ -23,7 +23,7 @@ from protocol.ids import Digest, PeerId, RunId
 from protocol.manifest import digest_of
 from protocol.run import RunSpec
 
-SCHEMA = 2
+SCHEMA = 3
 
 PINNED = {
     "environment": ("its [task] section is", "Put the section back as it was"),
@@ -175,7 +175,7 @@ def pin(db: sqlite3.Connection, path: Path, key: Literal["environment", "prompts
     known = _meta(db, key)
     if known == digest:
         return
-    if known is not None and _has_opened_tasks(db):
+    if known is not None and _has_opened_tasks(db, path):
         what, back = PINNED[key]
         raise JournalError(
             f"the journal {path} cannot be used with this run file",
@@ -186,32 +186,42 @@ def pin(db: sqlite3.Connection, path: Path, key: Literal["environment", "prompts
         db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, digest))
 
 
-def _has_opened_tasks(db: sqlite3.Connection) -> bool:
-    return _recovered(db)[1].num_issued > 0
+def _has_opened_tasks(db: sqlite3.Connection, path: Path) -> bool:
+    return _recovered(db, path)[1].num_issued > 0
 
 
-def _recovered(db: sqlite3.Connection) -> tuple[int, State]:
-    """The last fact's number and the state after it, whatever the schema."""
+def _recovered(db: sqlite3.Connection, path: Path) -> tuple[int, State]:
+    """The last fact's number and the state after it, whatever the schema. Raises `JournalError`."""
     found = db.execute("SELECT seq, state FROM snapshot ORDER BY seq DESC LIMIT 1").fetchone()
     seq, state = (found[0], decode_state(found[1])) if found else (0, State())
     for number, payload in db.execute("SELECT seq, payload FROM facts WHERE seq > ? ORDER BY seq", (seq,)):
+        seq += 1
+        if number != seq:
+            raise damaged(path, f"fact {seq} is missing")
         apply(state, decode_fact(payload))
-        seq = number
     return seq, state
 
 
+def _begin_log(db: sqlite3.Connection, seq: int, state: State) -> None:
+    """The log begins anew with one snapshot: the facts of before were applied by other rules, and would give another
+    state than the snapshots of before."""
+    for table in ("facts", "snapshot"):
+        db.execute(f"DROP TABLE {table}")
+    for statement in LOG:
+        db.execute(statement)
+    if seq:
+        data = encode_state(state)
+        db.execute("INSERT INTO snapshot VALUES(?, ?, ?)", (seq, checksum(data), data))
+
+
 def _from_1(db: sqlite3.Connection, path: Path) -> None:
-    """Digest, peer and version beside each rollout, checksums, and a log that begins anew with one snapshot: facts and
-    snapshots of before were made by other rules."""
-    seq, state = _recovered(db)
+    """Digest, peer and version beside each rollout, and checksums."""
+    seq, state = _recovered(db, path)
     fills = _fills(state)
     for statement in (
         "DROP INDEX rollout_by_task",
         "DROP INDEX rollout_by_retirement",
         "ALTER TABLE rollout RENAME TO rollout_1",
-        "DROP TABLE facts",
-        "DROP TABLE snapshot",
-        *LOG,
         *ROLLOUT,
     ):
         db.execute(statement)
@@ -223,9 +233,16 @@ def _from_1(db: sqlite3.Connection, path: Path) -> None:
         elif retired_at is None:
             raise damaged(path, f"it holds a rollout for slot {slot}, which no fact knows")
     db.execute("DROP TABLE rollout_1")
-    if seq:
-        data = encode_state(state)
-        db.execute("INSERT INTO snapshot VALUES(?, ?, ?)", (seq, checksum(data), data))
+    _begin_log(db, seq, state)
+
+
+def _from_2(db: sqlite3.Connection, path: Path) -> None:
+    """Accepted rollouts earn credit for slots that move, and slots may hold tokens of the environment."""
+    for seq, crc, payload in db.execute("SELECT seq, crc, payload FROM facts"):
+        checked(path, payload, crc, f"fact {seq}")
+    for seq, crc, data in db.execute("SELECT seq, crc, state FROM snapshot"):
+        checked(path, data, crc, f"the snapshot at {seq}")
+    _begin_log(db, *_recovered(db, path))
 
 
 def _fills(state: State) -> dict[str, tuple[PeerId, Digest, int]]:
@@ -242,5 +259,5 @@ def _fills(state: State) -> dict[str, tuple[PeerId, Digest, int]]:
     return fills
 
 
-MIGRATIONS: dict[int, Callable[[sqlite3.Connection, Path], None]] = {1: _from_1}
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection, Path], None]] = {1: _from_1, 2: _from_2}
 """From each older schema, the step to the next one."""

@@ -19,21 +19,20 @@ from protocol.run import EnvironmentSpec
 from tests.coordinator.test_journal import Book
 from tests.coordinator.world import RUN_ID, make_rules
 
-OLD_JOURNAL = Path(__file__).with_name("journal_schema_1.sql")
-"""A file of schema 1, as its release wrote it: five versions, an open round, and one of two leased slots filled."""
 
-
-def old_journal(folder: Path) -> Path:
-    """That file."""
+def old_journal(folder: Path, *, schema: int = 1) -> Path:
+    """A file as a release with that schema wrote it: five versions, an open round, and one of two leased slots filled.
+    In schema 2 rollouts were accepted between its two snapshots, when they earned no credit for slots that move."""
     path = folder / "old.db"
     db = sqlite3.connect(path)
-    db.executescript(OLD_JOURNAL.read_text())
+    db.executescript(Path(__file__).with_name(f"journal_schema_{schema}.sql").read_text())
     db.close()
     return path
 
 
-def test_an_older_journal_is_migrated_and_the_run_goes_on(tmp_path: Path) -> None:
-    path = old_journal(tmp_path)
+@pytest.mark.parametrize("schema", [1, 2])
+def test_an_older_journal_is_migrated_and_the_run_goes_on(tmp_path: Path, schema: int) -> None:
+    path = old_journal(tmp_path, schema=schema)
     db = sqlite3.connect(path)
     slots = {slot for (slot,) in db.execute("SELECT slot FROM rollout")}
     (encoded,) = db.execute("SELECT state FROM snapshot ORDER BY seq DESC").fetchone()
@@ -100,8 +99,28 @@ def test_a_migration_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert len(path.read_bytes()) == len(before)
 
 
-def test_an_empty_old_journal_is_migrated(tmp_path: Path) -> None:
-    path = old_journal(tmp_path)
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        ("UPDATE facts SET crc = crc + 1 WHERE seq = (SELECT max(seq) FROM facts)", "checksum of fact"),
+        ("UPDATE snapshot SET crc = crc + 1 WHERE seq = (SELECT max(seq) FROM snapshot)", "checksum of the snapshot"),
+        ("DELETE FROM facts WHERE seq = (SELECT max(seq) FROM facts) - 1", "is missing"),
+    ],
+)
+def test_a_damaged_old_journal_is_not_made_a_sound_new_one(tmp_path: Path, damage: str, why: str) -> None:
+    path = old_journal(tmp_path, schema=2)
+    db = sqlite3.connect(path)
+    db.execute(damage)
+    db.commit()
+    with pytest.raises(JournalError, match=why):
+        Journal(path, run_id=RUN_ID)
+    assert db.execute("PRAGMA user_version").fetchone() == (2,)
+    db.close()
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_an_empty_old_journal_is_migrated(tmp_path: Path, schema: int) -> None:
+    path = old_journal(tmp_path, schema=schema)
     db = sqlite3.connect(path)
     db.executescript("DELETE FROM facts; DELETE FROM snapshot; DELETE FROM rollout; DELETE FROM manifest;")
     db.close()
