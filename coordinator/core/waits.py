@@ -1,8 +1,10 @@
 """What the run waits for, in a word and a sentence, for the status page. Pure."""
 
 from coordinator.core.live import live_in_role
+from coordinator.core.roles import Candidate
 from coordinator.core.rounds import is_ready
 from coordinator.core.turn import Turn
+from protocol.run import Role
 
 
 def waiting_for(turn: Turn) -> tuple[str, str]:
@@ -23,11 +25,11 @@ def waiting_for(turn: Turn) -> tuple[str, str]:
         known = sum(peer in turn.soft.capabilities for peer in turn.soft.live)
         return "WAITING_FOR_NODES", f"{known} of {turn.rules.expected_nodes} expected nodes are here."
     if not trainers:
-        return "WAITING_FOR_TRAINERS", "No trainer is alive."
+        return "WAITING_FOR_TRAINERS", f"No trainer is alive; {_who_may(turn, 'trainer')}."
     if state.batch is None and len(state.complete) < spec.groups_per_batch:
         have = f"{len(state.complete)} of {spec.groups_per_batch} groups are complete"
         if not rollouts:
-            return "WAITING_FOR_ROLLOUT_NODES", f"No rollout node is alive; {have}."
+            return "WAITING_FOR_ROLLOUT_NODES", f"No rollout node is alive; {_who_may(turn, 'rollout')}; {have}."
         return "GENERATING", f"{have[0].upper()}{have[1:]}."
     if turn.soft.old_slots_since_ms is not None:
         return "WAITING_FOR_OLD_SLOTS", "Slots under way would be over the bound after the next version."
@@ -37,3 +39,15 @@ def waiting_for(turn: Turn) -> tuple[str, str]:
         "WAITING_FOR_TRAINERS",
         f"{num_ready} of {len(trainers)} trainers have version {state.head.version}{pinned}.",
     )
+
+
+def _who_may(turn: Turn, role: Role) -> str:
+    """How many of those that are here have that role open to them, by invite and by owner."""
+    live, nodes = turn.soft.live, turn.state.nodes
+    candidates = [
+        Candidate(peer, nodes[peer].invite_role, None, None, wish=seen.presence.allowed_roles)
+        for peer, seen in live.items()
+        if not seen.presence.unwilling
+    ]
+    num_allowed = sum(role in candidate.may for candidate in candidates)
+    return f"of {len(live)} nodes that are here {num_allowed} may be one now"

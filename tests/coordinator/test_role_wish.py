@@ -14,7 +14,7 @@ from protocol.ids import PeerId
 from protocol.run import Role
 from protocol.v1 import control_pb2
 from tests.coordinator.test_roles import decide, names, node
-from tests.coordinator.world import World, make_rules
+from tests.coordinator.world import BASE, World, make_rules
 
 TRAINER, ROLLOUT = ("trainer",), ("rollout",)
 Wish = tuple[Role, ...]
@@ -185,3 +185,21 @@ def test_a_node_for_roles_of_another_program_alone_gets_none_of_ours() -> None:
     assert presence_of(control_pb2.Hello(allowed_roles=["auditor"]), None).allowed_roles == ()
     given = decide_roles([wishing("a", "none")], num_trainers=None, num_rollouts=None)
     assert given[PeerId("a")] == roles.Given("idle", "invite and owner allow no role in common: auto; none known here")
+
+
+def test_a_swarm_that_owners_leave_without_a_role_says_so() -> None:
+    world = World(make_rules(expected_nodes=2))
+    world.do(e.BaseRegistered(BASE))
+    world.join("a")
+    world.join("b")
+    for name in ("a", "b"):
+        restart(world, name, ("rollout",))
+    assert world.core.waiting_for(world.now_ms) == (
+        "WAITING_FOR_TRAINERS",
+        "No trainer is alive; of 2 nodes that are here 0 may be one now.",
+    )
+    for name in ("a", "b"):
+        restart(world, name, ("trainer",))
+    code, sentence = world.core.waiting_for(world.now_ms)
+    assert code == "WAITING_FOR_ROLLOUT_NODES"
+    assert sentence.startswith("No rollout node is alive; of 2 nodes that are here 0 may be one now; 0 of 2 groups")

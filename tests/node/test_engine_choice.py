@@ -230,3 +230,9 @@ def test_rates_are_remembered_for_the_same_machine_alone(tmp_path: Path, monkeyp
     assert [recall(tmp_path, other) for other in others] == [None] * 4
     (tmp_path / "engines.json").write_text('{"key": 3')
     assert recall(tmp_path, key) is None, "a damaged file"
+
+
+def test_a_disk_that_does_not_take_the_rates_costs_the_rates_alone(tmp_path: Path) -> None:
+    (tmp_path / engine_rates.FILE_NAME).mkdir()
+    remember(tmp_path, "key", BOTH)
+    assert recall(tmp_path, "key") is None
