@@ -227,9 +227,10 @@ class PieceStore:
         return events
 
     def _progress(self, received: Received) -> SlotProgress | None:
+        """How far a slot has come; nothing of one that is over, whose last tokens would be a prefix for nobody."""
         received.is_news = False
         lease = self._authority.core.state.leases.get(received.lease_id)
-        if lease is None or not received.segments:
+        if lease is None or not received.segments or received.is_over(self._spec):
             return None
         segments = tuple(received.segments)
         edge, given = edge_digest(received), tuple(received.given)

@@ -89,7 +89,7 @@ class Received:
                     continue
                 has_hole = True
                 break
-            if last_id and int.from_bytes(last_id, "little") in stop_ids:
+            if _ends_turn(last_id, stop_ids):
                 raise _malformed(self.key, "a piece follows a stop id")
             num_tokens = _checked(self.key, piece, ids, logprobs, spec)
             if piece.node != peer_id or not newest <= version <= head:
@@ -127,6 +127,10 @@ class Received:
         frame = message.SerializeToString()
         self.reload(message, frame)
         return frame
+
+    def is_over(self, spec: RunSpec) -> bool:
+        """Whether its last tokens end a turn, so that its node hands it in next and nobody can go on from there."""
+        return _ends_turn(self._last_id, spec.sampling.stop_ids)
 
     def pieces(self) -> list[common_pb2.Piece]:
         """All of them."""
@@ -190,6 +194,10 @@ def checked_prefix(frames: Iterable[bytes], slot: SlotKey, prefix: Prefix, *, sp
         raise _stuck(slot, "what was received of it is as long as a completion may be")
     verify_pieces(rollout, run_id=spec.run_id)
     return pieces
+
+
+def _ends_turn(last_id: bytes, stop_ids: Sequence[int]) -> bool:
+    return bool(last_id) and int.from_bytes(last_id, "little") in stop_ids
 
 
 def _checked(key: SlotKey, piece: common_pb2.Piece, ids: bytes, logprobs: bytes, spec: RunSpec) -> int:

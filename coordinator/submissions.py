@@ -8,19 +8,28 @@ between.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from coordinator.authority import Answer as Verdict
 from coordinator.authority import Authority, Wish
-from coordinator.core.events import RolloutSubmitted
+from coordinator.core.events import RolloutSubmitted, TurnsAwaited
 from coordinator.core.replies import Receipt
+from coordinator.grader import MAX_REPLIES
 from coordinator.join_service import counted
 from coordinator.turns import Answer, Turns
-from protocol.errors import HexcombError, NotEnrolledError, NoWorkError, RolloutMalformedError, UsageError
-from protocol.ids import Digest, LeaseId, PeerId, Version
+from protocol.errors import (
+    HexcombError,
+    JournalError,
+    NotEnrolledError,
+    NoWorkError,
+    RolloutMalformedError,
+    UnreachableError,
+    UsageError,
+)
+from protocol.ids import Digest, LeaseId, PeerId, SlotKey, Version
 from protocol.rollout import Rollout, check_rollout, edges_of, verify_piece
 from protocol.run import RunSpec
 from protocol.v1 import control_pb2
@@ -31,6 +40,9 @@ log = structlog.get_logger()
 MAX_ROLLOUTS_A_CALL = 1024
 MAX_PIECES_A_CALL = 4096
 MAX_CALLS_WAITING = 8
+AWAIT_S = 2.0
+"""So often the core hears that the environment is still being asked."""
+
 CHECKS_A_TURN = 8
 """So many signatures take about a millisecond: a thread of their own would wait longer for the interpreter's lock."""
 
@@ -55,7 +67,7 @@ class Submissions:
         self._locks: dict[PeerId, asyncio.Lock] = {}
         self._waiting: Counter[PeerId] = Counter()
         self._talks: dict[PeerId, asyncio.Lock] = {}
-        self._asking: set[asyncio.Task[list[Verdict]]] = set()
+        self._asking: dict[asyncio.Task[list[Verdict]], PeerId] = {}
 
     async def take(
         self, peer_id: PeerId, request: control_pb2.SubmitRolloutsRequest
@@ -74,24 +86,43 @@ class Submissions:
 
     async def _judge(self, peer_id: PeerId, lease_id: LeaseId, good: Sequence[Checked]) -> list[Verdict]:
         """What the core says. Where the environment is asked before, that goes on after a caller that does not wait,
-        and is over before the caller's next word."""
+        and is over before the caller's next word. Raises `UnreachableError` when too many of a node's calls wait."""
         if self._turns is None:
             return await self._authority.submit_all([_wish(peer_id, lease_id, item, None) for item in good])
-        asking = asyncio.create_task(self._ask_and_judge(self._turns, peer_id, lease_id, good))
-        self._asking.add(asking)
+        if sum(peer == peer_id for peer in self._asking.values()) >= MAX_CALLS_WAITING:
+            raise UnreachableError("the rollouts were not taken", why="earlier ones of this node wait for replies")
+        asking = asyncio.create_task(self._see_through(self._turns, peer_id, lease_id, good))
+        self._asking[asking] = peer_id
         asking.add_done_callback(self._forget)
         return await asyncio.shield(asking)
+
+    async def _see_through(
+        self, turns: Turns, peer_id: PeerId, lease_id: LeaseId, good: Sequence[Checked]
+    ) -> list[Verdict]:
+        """Asks and judges. The core hears of it before, so that nobody takes over what is handed in, and as long as it
+        takes, since it is not the node that is slow."""
+        awaited = TurnsAwaited(peer_id, lease_id, tuple(item.rollout.slot for item in good))
+        await self._authority.submit(awaited)
+        judging = asyncio.create_task(self._ask_and_judge(turns, peer_id, lease_id, good))
+        while not (await asyncio.wait({judging}, timeout=AWAIT_S))[0]:
+            with contextlib.suppress(JournalError):  # then judging ends by it, too
+                await self._authority.submit(awaited)
+        return judging.result()
 
     async def _ask_and_judge(
         self, turns: Turns, peer_id: PeerId, lease_id: LeaseId, good: Sequence[Checked]
     ) -> list[Verdict]:
+        """A few at a time: what was replied to is taken before the next ones are asked about."""
+        verdicts: list[Verdict] = []
         async with self._talks.setdefault(peer_id, asyncio.Lock()):
-            replies = await turns.answers(peer_id, lease_id, [item.rollout for item in good])
-            wishes = [_wish(peer_id, lease_id, item, said) for item, said in zip(good, replies, strict=True)]
-            return await self._authority.submit_all(wishes)
+            for some in _parts(good):
+                replies = await turns.answers(peer_id, lease_id, [(item.rollout, item.edges) for item in some])
+                wishes = [_wish(peer_id, lease_id, item, said) for item, said in zip(some, replies, strict=True)]
+                verdicts += await self._authority.submit_all(wishes)
+        return verdicts
 
     def _forget(self, asked: asyncio.Task[list[Verdict]]) -> None:
-        self._asking.discard(asked)
+        del self._asking[asked]
         if not asked.cancelled() and (error := asked.exception()) is not None:
             log.info("turns were not taken", why=str(error))  # whoever waited was told, and asks again
 
@@ -147,6 +178,19 @@ class Submissions:
         self._num_checks += 1
         if self._num_checks % CHECKS_A_TURN == 0:
             await asyncio.sleep(0)
+
+
+def _parts(good: Sequence[Checked]) -> Iterator[list[Checked]]:
+    """At most `MAX_REPLIES` rollouts, each of another slot, in order: what becomes of one decides what a second one of
+    its slot is."""
+    part = dict[SlotKey, Checked]()
+    for item in good:
+        if len(part) >= MAX_REPLIES or item.rollout.slot in part:
+            yield list(part.values())
+            part = {}
+        part[item.rollout.slot] = item
+    if part:
+        yield list(part.values())
 
 
 def _wish(peer_id: PeerId, lease_id: LeaseId, checked: Checked, reply: Answer) -> Wish:

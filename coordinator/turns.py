@@ -18,12 +18,15 @@ from coordinator.hearsay import printable
 from coordinator.pieces import PieceStore
 from coordinator.received import MAX_PIECES
 from protocol.errors import HexcombError, UnreachableError
-from protocol.ids import LeaseId, PeerId
+from protocol.ids import Digest, LeaseId, PeerId
 from protocol.keys import Identity
 from protocol.rollout import Piece, Rollout, edges_of, pack_ids, sign_piece
 from protocol.run import RunSpec
 
 MAX_REASON = 300
+
+Handed = tuple[Rollout, tuple[Digest, ...]]
+"""A rollout with the digests after its pieces."""
 
 Answer = EnvironmentReplied | str | None
 """A reply, why there could be none, or None: the conversation is over."""
@@ -45,18 +48,18 @@ class Turns:
         """Who signs what the environment says."""
         return self._identity.peer_id
 
-    async def answers(self, peer_id: PeerId, lease_id: LeaseId, rollouts: Sequence[Rollout]) -> list[Answer]:
-        """What becomes of each rollout that this node would hand in, in one call at a time. Those that it may not hand
-        in are not asked about: what the core says of them does not depend on it. Raises `UnreachableError` when there
-        is nobody to ask."""
-        answers: list[Answer] = [None] * len(rollouts)
-        asked = [place for place, rollout in enumerate(rollouts) if self._may_go_on(peer_id, lease_id, rollout)]
-        for place, reply in zip(asked, await self._ask([rollouts[place] for place in asked]), strict=True):
-            rollout = rollouts[place]
+    async def answers(self, peer_id: PeerId, lease_id: LeaseId, handed: Sequence[Handed]) -> list[Answer]:
+        """What becomes of each rollout that this node would hand in, each of another slot, in one call at a time. Those
+        that it may not hand in are not asked about: what the core says of them does not depend on it. Raises
+        `UnreachableError` when there is nobody to ask."""
+        answers: list[Answer] = [None] * len(handed)
+        asked = [place for place, item in enumerate(handed) if self._may_go_on(peer_id, lease_id, item)]
+        for place, reply in zip(asked, await self._ask([handed[place][0] for place in asked]), strict=True):
+            rollout = handed[place][0]
             if isinstance(reply, str):
                 log.error("the environment did not reply", slot=str(rollout.slot), why=reply)
                 answers[place] = f"its environment did not reply: {printable(reply, MAX_REASON)}"
-            elif reply is not None and self._holds(peer_id, lease_id, rollout):
+            elif reply is not None and self._holds(peer_id, lease_id, handed[place]):
                 answers[place] = self._keep(lease_id, rollout, reply)
         if any(isinstance(answer, EnvironmentReplied) for answer in answers):
             await self._pieces.flush()
@@ -73,19 +76,23 @@ class Turns:
                 "the environment cannot be asked", why=error.sentence(), remedy="Try again in a moment."
             ) from error
 
-    def _may_go_on(self, peer_id: PeerId, lease_id: LeaseId, rollout: Rollout) -> bool:
+    def _may_go_on(self, peer_id: PeerId, lease_id: LeaseId, item: Handed) -> bool:
         """Whether the rollout ends with a turn of which the environment is to hear."""
-        contract = self._spec.sampling
+        contract, (rollout, _) = self._spec.sampling, item
         has_room = len(rollout.token_ids) < contract.max_new_tokens and len(rollout.pieces) < MAX_PIECES
         is_turn = rollout.finish_reason == "stop" and len(rollout.given) + 1 < contract.max_turns
-        return has_room and is_turn and self._holds(peer_id, lease_id, rollout)
+        return has_room and is_turn and self._holds(peer_id, lease_id, item)
 
-    def _holds(self, peer_id: PeerId, lease_id: LeaseId, rollout: Rollout) -> bool:
-        state = self._authority.core.state
+    def _holds(self, peer_id: PeerId, lease_id: LeaseId, item: Handed) -> bool:
+        """Whether the slot is the node's, and the rollout goes on from what came with it: what another conversation
+        would be told must not take the place of what was received of this one."""
+        state, (rollout, edges) = self._authority.core.state, item
         slot, lease = state.find(rollout.slot), state.leases.get(lease_id)
         if slot is None or lease is None or slot.lease_id != lease_id or lease.peer_id != peer_id:
             return False
-        return rollout.given == (slot.prefix.given if slot.prefix is not None else ())
+        if slot.prefix is None:
+            return not rollout.given
+        return rollout.given == slot.prefix.given and slot.prefix.edge in edges
 
     def _keep(self, lease_id: LeaseId, rollout: Rollout, reply: tuple[int, ...]) -> EnvironmentReplied | None:
         """The reply as a piece behind those of the rollout; none where nothing could be sampled after it."""

@@ -1,8 +1,9 @@
 """What can happen to the coordinator: the closed union of events that enter the core by `handle`. Pure.
 
 Events are in the past tense and carry what the shell has already checked (signatures, shapes); the core judges
-leases, versions, lag and order. Soft events (`NodeSeen`, `SessionEnded`, `CapabilityLearned`, `PiecesReceived`) change
-only what is known of live nodes and running slots, which is not journaled and is empty after a restart.
+leases, versions, lag and order. Soft events (`NodeSeen`, `SessionEnded`, `CapabilityLearned`, `PiecesReceived`,
+`TurnsAwaited`) change only what is known of live nodes and running slots, which is not journaled and is empty after a
+restart.
 """
 
 from dataclasses import dataclass
@@ -147,6 +148,16 @@ class PiecesReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnsAwaited:
+    """What a node handed in of these slots is with the environment, which takes its time (soft; it may prolong the
+    lease)."""
+
+    peer_id: PeerId
+    lease_id: LeaseId
+    slots: tuple[SlotKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixLost:
     """The pieces that a moved slot should go on from are gone, or their signatures do not hold: it starts anew."""
 
@@ -232,6 +243,7 @@ Event = (
     | WorkRequested
     | LeaseReturned
     | PiecesReceived
+    | TurnsAwaited
     | PrefixLost
     | RolloutSubmitted
     | RolloutScored

@@ -105,6 +105,8 @@ def _decide(turn: Turn, event: e.Event) -> Reply:
             leases.return_lease(turn, event)
         case e.PiecesReceived():
             returns.take_progress(turn, event)
+        case e.TurnsAwaited():
+            returns.await_environment(turn, event)
         case e.PrefixLost():
             returns.lose_prefix(turn, event)
         case e.RolloutScored():
@@ -153,7 +155,9 @@ def _may_matter(turn: Turn, event: e.Event) -> bool:
             return turn.state.roles.get(peer_id) == "trainer"
         case e.RolloutScored():
             return turn.state.round is None and len(turn.state.complete) >= turn.rules.spec.groups_per_batch
-        case e.WorkRequested() | e.RolloutSubmitted() | e.LeaseReturned() | e.PiecesReceived() | e.PrefixLost():
+        case e.WorkRequested() | e.RolloutSubmitted() | e.LeaseReturned():
+            return False
+        case e.PiecesReceived() | e.TurnsAwaited() | e.PrefixLost():
             return False
         case _:
             return True

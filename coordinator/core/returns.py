@@ -9,7 +9,7 @@ from statistics import median_low
 from typing import Literal
 
 from coordinator.core.effects import CancelLeases, CancelSlots
-from coordinator.core.events import PiecesReceived, PrefixLost, SlotProgress
+from coordinator.core.events import PiecesReceived, PrefixLost, SlotProgress, TurnsAwaited
 from coordinator.core.facts import (
     GroupDropped,
     LeaseClosed,
@@ -98,7 +98,20 @@ def take_progress(turn: Turn, event: PiecesReceived) -> None:
             note_progress(turn, progress.peer_id, num_new=num_new, span_ms=span_ms)
             turn.soft.progress[place] = Advance(progress, turn.now_ms)
             turn.soft.newest_piece_ms[progress.peer_id] = turn.now_ms
-            _prolong(turn, progress)
+            _prolong(turn, progress.lease_id)
+
+
+def await_environment(turn: Turn, event: TurnsAwaited) -> None:
+    """Time that the environment takes is not the node's: its lease lasts, and its slots neither stand still nor are
+    taken over. Should the node be lost meanwhile, they go on from where their turns began."""
+    lease = turn.state.leases.get(event.lease_id)
+    if lease is None or lease.peer_id != event.peer_id:
+        return
+    awaited = [place for key in event.slots if (place := (key.task.index, key.sample)) in lease.slots]
+    for place in awaited:
+        turn.soft.progress.pop(place, None)
+    if awaited:
+        _prolong(turn, event.lease_id)
 
 
 def _could_be(turn: Turn, progress: SlotProgress) -> bool:
@@ -195,14 +208,14 @@ def _keep_prefix(turn: Turn, place: tuple[int, int]) -> None:
         turn.emit(SlotMoved(advance.said.slot, advance.said.segments, advance.said.edge, advance.said.given))
 
 
-def _prolong(turn: Turn, progress: SlotProgress) -> None:
+def _prolong(turn: Turn, lease_id: LeaseId) -> None:
     """A lease that is two thirds over gets its time again, counted from now, within the bound on every lease."""
-    lease = turn.state.leases[progress.lease_id]
-    span_ms = lease_span_ms(turn, progress.peer_id, ())
+    lease = turn.state.leases[lease_id]
+    span_ms = lease_span_ms(turn, lease.peer_id, ())
     last_ms = lease.granted_ms + round(turn.rules.spec.lease_s * 1000)
     until_ms = min(turn.now_ms + span_ms, last_ms)
     if lease.deadline_ms - turn.now_ms < span_ms // 3 and until_ms > lease.deadline_ms:
-        turn.emit(LeaseExtended(progress.lease_id, until_ms))
+        turn.emit(LeaseExtended(lease_id, until_ms))
 
 
 def first_version(turn: Turn, place: tuple[int, int], slot: Slot) -> Version | None:
