@@ -129,8 +129,9 @@ class Received:
         return frame
 
     def is_over(self, spec: RunSpec) -> bool:
-        """Whether its last tokens end a turn, so that its node hands it in next and nobody can go on from there."""
-        return _ends_turn(self._last_id, spec.sampling.stop_ids)
+        """Whether nothing is left to sample after it: its node hands it in next, and nobody can go on from there."""
+        contract = spec.sampling
+        return self.num_tokens >= contract.max_new_tokens or _ends_turn(self._last_id, contract.stop_ids)
 
     def pieces(self) -> list[common_pb2.Piece]:
         """All of them."""

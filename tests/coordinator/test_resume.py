@@ -131,14 +131,29 @@ async def test_a_slot_that_is_taken_over_goes_on_at_once(quick: Office, monkeypa
     assert quick.core.state.num_moved == 1
 
 
-@pytest.mark.parametrize("sampled", [(7, STOP_ID), (7, 7, 7, 7)])
-async def test_a_slot_that_leaves_nothing_to_sample_starts_anew(quick: Office, sampled: tuple[int, ...]) -> None:
-    """No node could go on from it, whether its own was lost before handing it in or never meant to."""
+@pytest.mark.parametrize("end", [(7, STOP_ID), (7, 7, 7)])
+@pytest.mark.parametrize("is_begun", [True, False])
+async def test_pieces_that_leave_nothing_to_sample_are_no_part_of_what_moves(
+    quick: Office, end: tuple[int, ...], is_begun: bool
+) -> None:
+    """No node could go on from them, whether its own was lost before handing the slot in or never meant to; from those
+    before them one can."""
     first, second = await two_rollout_nodes(quick)
-    lease, work = await moved(quick, first, second, sampled)
-    assert work.pieces == ()
-    assert quick.core.state.find(work.slot).prefix is None
-    assert await second.outcome(lease, second.rollout(work.slot)) == "ACCEPTED"
+    lease = await first.lease(1)
+    slot, begun = lease.slots[0].slot, (8,)
+    if is_begun:
+        await first.stream(lease.lease_id, slot, *first.pieces(slot, begun))
+        await told(quick, slot, 1)
+        await first.stream(lease.lease_id, slot, *first.pieces(slot, end, start=1))
+    else:
+        await first.stream(lease.lease_id, slot, *first.pieces(slot, (*begun, *end)))
+    await quick.coordinator.pieces.tick()
+    await first.vanish()
+    again = await second.lease(2)
+    work = next(work for work in again.slots if work.slot == slot)
+    assert [piece.token_ids for piece in work.pieces] == ([begun] if is_begun else [])
+    assert (quick.core.state.find(slot).prefix is None) is not is_begun
+    assert await second.outcome(again, finished(second, work, (9, STOP_ID))) == "ACCEPTED"
 
 
 async def test_nothing_comes_with_a_slot_of_which_nothing_was_received(quick: Office) -> None:
