@@ -28,8 +28,8 @@ ONE_DEADLINE_S = 15.0
 
 STOP_DEADLINE_S = 2.0
 MAX_BATCH = 64
-MAX_REPLIES = 8
-"""In a request, each of which a node waits for: together they have less time than the child is given."""
+MAX_REPLIES = 2
+"""In a request: together they hold up others, prompts among them, for less time than a node waits for its lease."""
 
 REPLY_LOST = "the grading child was lost over it"
 MAX_CACHED_PROMPTS = 65_536

@@ -17,7 +17,6 @@ from coordinator.authority import Answer as Verdict
 from coordinator.authority import Authority, Wish
 from coordinator.core.events import RolloutSubmitted, TurnsAwaited
 from coordinator.core.replies import Receipt
-from coordinator.grader import MAX_REPLIES
 from coordinator.join_service import counted
 from coordinator.turns import Answer, Turns
 from protocol.errors import (
@@ -40,6 +39,9 @@ log = structlog.get_logger()
 MAX_ROLLOUTS_A_CALL = 1024
 MAX_PIECES_A_CALL = 4096
 MAX_CALLS_WAITING = 8
+MAX_ASKED = 8
+"""So many turns are put to the environment before the core hears of them."""
+
 AWAIT_S = 2.0
 """So often the core hears that the environment is still being asked."""
 
@@ -181,11 +183,11 @@ class Submissions:
 
 
 def _parts(good: Sequence[Checked]) -> Iterator[list[Checked]]:
-    """At most `MAX_REPLIES` rollouts, each of another slot, in order: what becomes of one decides what a second one of
+    """At most `MAX_ASKED` rollouts, each of another slot, in order: what becomes of one decides what a second one of
     its slot is."""
     part = dict[SlotKey, Checked]()
     for item in good:
-        if len(part) >= MAX_REPLIES or item.rollout.slot in part:
+        if len(part) >= MAX_ASKED or item.rollout.slot in part:
             yield list(part.values())
             part = {}
         part[item.rollout.slot] = item

@@ -58,6 +58,7 @@ def close_lease(
         _keep_prefix(turn, place)
         group = turn.state.groups[place[0]]
         if group.slots[place[1]].num_tries >= MAX_TRIES:
+            turn.soft.failed_ms.pop(place, None)
             turn.emit(SlotFailed(group.key(place[1]), f"it was tried {MAX_TRIES} times; the last: {reason}"))
             settle(turn, place[0])
 

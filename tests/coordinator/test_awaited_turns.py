@@ -207,7 +207,7 @@ async def test_a_slot_that_is_handed_in_twice_in_a_call_keeps_the_turn_that_was_
 async def test_what_was_replied_to_is_taken_before_the_next_is_asked_about(
     folder: Path, make_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submissions, "MAX_REPLIES", 1)
+    monkeypatch.setattr(submissions, "MAX_ASKED", 1)
     monkeypatch.setattr(submissions, "AWAIT_S", 0.05)
     async with on_stage(folder, make_home, module="broken_tools") as stage:
         office = stage.office

@@ -152,6 +152,7 @@ def test_a_slot_that_everybody_fails_is_a_dead_letter(world: World) -> None:
     assert letter.slot == grant.slots[0]
     assert "token out of range" in letter.reason
     assert world.core.books().failed == 1
+    assert not world.core.soft.failed_ms, "nothing is remembered of a slot that has ended"
 
 
 def test_giving_back_in_good_order_is_no_fault(world: World) -> None:
