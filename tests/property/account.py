@@ -262,6 +262,12 @@ class Account:
         if longer and slot in self.claims.get(lease_id, ()) and self.holders[lease_id][0] == name:
             self.handed_in[slot] = (pieces, edge)
 
+    def await_reply(self, name: str, lease_id: LeaseId, slots: tuple[SlotKey, ...]) -> None:
+        """Turns are with the environment: a slot that is lost then goes on from where its turn began."""
+        if lease_id in self.claims and self.holders[lease_id][0] == name:
+            for slot in self.claims[lease_id] & set(slots):
+                self.handed_in.pop(slot, None)
+
     def accept(self, slot: SlotKey, name: str, digest: Digest, pieces: Tokens) -> None:
         """An acknowledgement was given: notes what it promises."""
         self.accepted[slot], self.segments[slot] = (name, digest), pieces

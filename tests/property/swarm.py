@@ -122,6 +122,14 @@ class Swarm(Nodes):
         owner, grant = data.draw(st.sampled_from(self.grants[-6:]))
         self.hand_in(thief or owner, grant, version=self.head if is_new else None, length=length)
 
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data(), thief=st.sampled_from(("", "", *NAMES)))
+    def await_replies(self, data: st.DataObject, thief: str) -> None:
+        """What came of a recent lease is with the environment, or somebody says so."""
+        owner, grant = data.draw(st.sampled_from(self.grants[-6:]))
+        self.attempt(events.TurnsAwaited(PeerId(thief or owner), grant.lease_id, grant.slots))
+        self.book.await_reply(thief or owner, grant.lease_id, grant.slots)
+
     @precondition(lambda self: self.book.prefixes)
     @rule(data=st.data())
     def lose_pieces(self, data: st.DataObject) -> None:
