@@ -32,7 +32,7 @@ TICK_S = 0.5
 MAX_TOLD = 2048
 """Slots in one event, so that the core is not busy with one for long."""
 
-SWEEP_TICKS = 8
+SWEEP_TICKS = 16
 """In so many ticks each slot is looked at once."""
 
 MIN_FILE_BYTES = 16 << 20

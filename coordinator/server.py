@@ -11,7 +11,6 @@ import resource
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +61,6 @@ LARGE = 2_000
 """With more nodes and leases than this a look at all of them takes milliseconds, and comes less often."""
 
 DIRECTORY_POLL_S = 3.0
-SWITCH_S = 0.001
 LEAF_RENEWAL_S = 6 * 3600.0
 NUM_INVITE_SECRET_BYTES = 16
 
@@ -357,11 +355,9 @@ def raise_file_limit() -> None:
 
 def tune_interpreter() -> None:
     """The state is large and has no cycles: looking through it for some costs a tenth of a busy coordinator's time, and
-    lists of all leases, made and gone at once, must not be taken for growth. And gRPC's own thread must not wait long
-    for the interpreter's lock: on a busy coordinator what nodes say would come so late that they seem silent."""
+    lists of all leases, made and gone at once, must not be taken for growth."""
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)
-    sys.setswitchinterval(SWITCH_S)
 
 
 def first_of(group: BaseExceptionGroup[HexcombError]) -> HexcombError:

@@ -41,6 +41,9 @@ MAX_LOOKED_AT = 512
 OTHERS_MS = 10_000
 """So long a slot is kept from the node that failed it, if another one asked for work meanwhile."""
 
+LOOKED_AT_A_MS = 20
+"""So many leases are looked through for each millisecond that passes: a second between two looks at 20,000."""
+
 MAX_PAUSE_MS = 60_000
 """A node that fails one lease after another gets work after growing pauses, up to this one."""
 
@@ -107,8 +110,12 @@ def return_lease(turn: Turn, event: LeaseReturned) -> None:
 
 
 def expire_leases(turn: Turn) -> None:
-    """Closes the leases whose time is over, and takes slots back that stand still."""
+    """Closes the leases whose time is over, and takes slots back that stand still. Where there are many they are looked
+    through less often: what comes in under a lease whose time is over is refused all the same."""
     take_stalled(turn)
+    if turn.now_ms - turn.soft.leases_seen_ms < len(turn.state.leases) // LOOKED_AT_A_MS:
+        return
+    turn.soft.leases_seen_ms = turn.now_ms
     late = [(key, lease.peer_id) for key, lease in turn.state.leases.items() if turn.now_ms >= lease.deadline_ms]
     by_peer: dict[PeerId, list[LeaseId]] = {}
     for lease_id, peer_id in late:

@@ -35,7 +35,8 @@ MIN_REWARDS = 2
 STALL_MS = 15_000
 """A slot that has begun, and of which nothing came for so long while others of its node came on, is lost there."""
 
-STALL_LOOK_MS = 2_000
+STALL_LOOK_MS, LOOKED_AT_A_MS = 2_000, 10
+"""No more often, and no more slots for each millisecond that passes, are looked through for those that stand still."""
 
 MAX_TRIES = 8
 """So many nodes may fail a slot before it is a dead letter."""
@@ -126,7 +127,7 @@ def _could_be(turn: Turn, progress: SlotProgress) -> bool:
 def take_stalled(turn: Turn) -> None:
     """A slot that has begun and stands still while others of its node come on goes to another node."""
     soft = turn.soft
-    if turn.now_ms - soft.stalls_seen_ms < STALL_LOOK_MS:
+    if turn.now_ms - soft.stalls_seen_ms < max(STALL_LOOK_MS, len(soft.progress) // LOOKED_AT_A_MS):
         return
     soft.stalls_seen_ms = turn.now_ms
     stalled = [

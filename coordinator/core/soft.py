@@ -87,10 +87,11 @@ class Soft:
     the process last came out of a standstill. `tardy` trainers made a round wait in vain and are not waited for again
     until they are ready. `attestations` belong to the open round, which dies with the process. `progress` is how far
     leased slots have come, by (group index, sample), `newest_piece_ms` when anything last came of a node, `paces` how
-    fast its slots come on; `late` are slots that another node may take over, as of `late_seen_ms`. `hungry` and
-    `credits` are for sharing scarce work, `pool_credits` for turns of pools, `askers` the last two nodes that asked for
-    it and when, `faults` how many leases a node failed in a row and when, `failed_ms` when a slot was last failed.
-    `old_slots_since_ms` is since when a round waits for old slots."""
+    fast its slots come on; `late` are slots that another node may take over, as of `late_seen_ms`, `stalls_seen_ms` and
+    `leases_seen_ms` when slots and leases were last looked through. `hungry` and `credits` are for sharing scarce work,
+    `pool_credits` for turns of pools, `askers` the last two nodes that asked for it and when, `faults` how many leases
+    a node failed in a row and when, `failed_ms` when a slot was last failed. `old_slots_since_ms` is since when a round
+    waits for old slots."""
 
     started_ms: int | None = None
     watched_ms: int | None = None
@@ -111,6 +112,7 @@ class Soft:
     late: list[tuple[int, int]] = field(default_factory=list)
     late_seen_ms: int = 0
     stalls_seen_ms: int = 0
+    leases_seen_ms: int = 0
     hungry: dict[PeerId, Hunger] = field(default_factory=dict)
     credits: dict[PeerId, float] = field(default_factory=dict)
     pool_credits: dict[int, float] = field(default_factory=dict)

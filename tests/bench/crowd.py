@@ -158,6 +158,7 @@ class Crowd:
                 self._send(self._beat(node))
             for node in pieces[turn % len(pieces)]:
                 self._work(node)
+                await asyncio.sleep(0)  # each is a call of its own
             turn += 1
             await asyncio.sleep(max(0.0, began_s + turn * TURN_S - time.monotonic()))
 

@@ -57,7 +57,8 @@ NEW = Presence(Version(-1), Digest(""), (), "", "", "joining", 0.0, "")
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What happened in the window. CPU is that of this process, the crowd's own work included; `crowd_share` is that
-    work in cores, as the rehearsal had it; lateness is how long the event loop kept a timer waiting."""
+    work in cores, as the rehearsal had it; lateness is how long the event loop kept a timer waiting; `yardsticks_s` are
+    of before and after."""
 
     seconds: float
     cpu_s: float
@@ -75,6 +76,7 @@ class Measured:
     lateness_p99_s: float
     heartbeats_planned: float
     pieces_planned: float
+    yardsticks_s: tuple[float, float]
 
 
 class Town(LonelyCoordinator):
@@ -98,6 +100,15 @@ class Town(LonelyCoordinator):
 def new_nodes(numbers: range) -> list[Node]:
     """Nodes that have no work yet."""
     return [Node(identity_of(number), NEW) for number in numbers]
+
+
+def yardstick_s() -> float:
+    """What this machine takes for a loop of Python that is always the same: two runs whose yardsticks differ cannot
+    be compared in cores."""
+    began_s, total = time.process_time(), 0
+    for number in range(2_000_000):
+        total += number * number % 7
+    return time.process_time() - began_s
 
 
 async def rehearse(numbers: range) -> float:
@@ -174,7 +185,7 @@ async def granted(town: Town, number: int, *, lateness_s: list[float], opened: l
                 )
 
 
-async def measure(town: Town, crowd: Crowd, *, crowd_share: float) -> Measured:
+async def measure(town: Town, crowd: Crowd, *, crowd_share: float, yardstick_before_s: float) -> Measured:
     """The window."""
     process, claims = psutil.Process(), town.authority.core.state.claims
     await granted(town, NUM_NODES * LEASES_A_NODE + NUM_WARM_LEASES, lateness_s=[], opened=[])
@@ -207,6 +218,7 @@ async def measure(town: Town, crowd: Crowd, *, crowd_share: float) -> Measured:
         lateness_p99_s=sorted(lateness_s)[int(0.99 * len(lateness_s))],
         heartbeats_planned=seconds * NUM_NODES / HEARTBEAT_S,
         pieces_planned=seconds * NUM_NODES * LEASES_A_NODE / PIECE_S,
+        yardsticks_s=(yardstick_before_s, yardstick_s()),
     )
 
 
@@ -218,7 +230,7 @@ def tell(what: str) -> None:
 async def run(folder: Path) -> None:
     """The coordinator, the crowd, the window."""
     numbers = range(NUM_CONNECTIONS + 1, NUM_CONNECTIONS + 1 + NUM_NODES)
-    crowd_share = await rehearse(numbers)
+    before_s, crowd_share = yardstick_s(), await rehearse(numbers)
     gc.collect()
     server.raise_file_limit()
     server.tune_interpreter()
@@ -249,7 +261,7 @@ async def run(folder: Path) -> None:
         head = crowd.head
         announce(folder / "coordinator.json", town.addresses, home, leaves, head[0], head[1])
         others.append(tasks.create_task(crowd.run()))
-        measured = await measure(town, crowd, crowd_share=crowd_share)
+        measured = await measure(town, crowd, crowd_share=crowd_share, yardstick_before_s=before_s)
         print(json.dumps(asdict(measured)), flush=True)
         for task in others:
             task.cancel()

@@ -2,16 +2,17 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from coordinator.authority import Authority
+from coordinator.authority import REQUESTS_A_TURN, Authority
 from coordinator.core import events as e
 from coordinator.core.effects import AnnounceVersion, AssignRole, ScoreRollout
 from coordinator.core.facts import VersionCommitted
-from coordinator.core.handle import Core
+from coordinator.core.handle import Core, Decision
 from coordinator.core.replies import Grant, Receipt
 from coordinator.core.state import Group, Slot, State, encode_state
 from coordinator.journal import Entry, Journal
@@ -130,6 +131,29 @@ async def test_events_that_wait_together_share_a_commit(bench: Bench) -> None:
     bench.journal.open.set()
     assert [receipt.outcome for receipt in await asyncio.gather(*rest)] == ["ACCEPTED"] * 4
     assert bench.journal.batches[-2:] == [1, 4]
+
+
+async def test_others_have_their_turn_in_a_long_batch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is heard of once in a turn of the event loop."""
+    await bench.swarm()
+    turns, decided_in = 0, list[int]()
+    handle = bench.authority.core.handle
+
+    def note(event: e.Event, now_ms: int) -> Decision:
+        decided_in.append(turns)
+        return handle(event, now_ms)
+
+    monkeypatch.setattr(bench.authority.core, "handle", note)
+    bench.journal.open.clear()  # what comes meanwhile is one batch
+    first = asyncio.create_task(bench.authority.submit(e.InviteCreated(InviteId("x"), "00", 1, 10**9, "auto")))
+    await asyncio.wait([first], timeout=0.05)
+    seen = [asyncio.create_task(bench.authority.submit(e.NodeSeen(PeerId("r"), presence("r")))) for _ in range(100)]
+    bench.journal.open.set()
+    while not all(task.done() for task in seen):
+        turns += 1
+        await asyncio.sleep(0)
+    assert len(decided_in) == 101
+    assert max(Counter(decided_in[1:]).values()) <= REQUESTS_A_TURN
 
 
 async def test_soft_events_make_no_transaction_and_refusals_are_counted(bench: Bench) -> None:
