@@ -90,7 +90,7 @@ bench-gpu: ## on a machine with CUDA, in .venv-gpu: the seeded noise bit for bit
 	@.venv-gpu/bin/python -m tests.bench.gpu
 
 .PHONY: bench-node
-bench-node: setup ## what a node costs its owner: memory, the time of `hexcomb status`, what a kill leaves (a minute)
+bench-node: setup ## what a node costs its owner: start, memory, the time of `hexcomb status`, what a kill leaves (two minutes)
 	@$(BIN)/python -m tests.bench.node
 
 .PHONY: soak
