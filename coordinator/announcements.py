@@ -146,7 +146,7 @@ class Announcer:
             base_root=effect.base_root,
             members=effect.members,
             shards=effect.shards,
-            num_tokens=effect.num_tokens,
+            divisor=effect.divisor,
             deadline_ms=self._clock() + int(effect.remaining_s * 1000),
         )
         signed = sign_plan(self._home.identity, plan)

@@ -16,9 +16,10 @@ from coordinator.core.rules import Curriculum, Rules
 from coordinator.grading import RewardPlan, RewardSpec
 from coordinator.task_settings import Section, TaskSection
 from protocol.endpoint import parse_endpoint
-from protocol.errors import UnknownSettingError, UsageError
+from protocol.errors import HexcombError, UnknownSettingError, UsageError
 from protocol.ids import RunId
 from protocol.invite import MAX_ADDRESSES
+from protocol.loss import Advantage, Aggregation, LossSpec, Preset, default_aggregation
 from protocol.run import EnvironmentSpec, OptimizerSpec, RunSpec, SamplingContract, Staleness
 from protocol.tokens import Tokenizer
 
@@ -57,6 +58,40 @@ class OptimizerSection(Section):
     warmup_versions: int = Field(0, ge=0)
     decay_versions: int = Field(0, ge=0)
     final_share: float = Field(0.1, ge=0, le=1)
+
+
+class LossSection(Section):
+    """`[loss]`: a preset, and those of its numbers that differ from its defaults; `docs/losses.md` has them all."""
+
+    preset: Preset = "decoupled"
+    aggregation: Aggregation | None = None
+    advantage: Advantage = "centred"
+    clip_low: float | None = Field(None, gt=0, lt=1)
+    clip_high: float | None = Field(None, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    weight_low: float | None = Field(None, ge=0)
+    weight_high: float | None = Field(None, gt=0)
+    weight_cut: float | None = Field(None, gt=0)
+    ratio_low: float | None = Field(None, ge=0)
+    ratio_high: float | None = Field(None, gt=0)
+    ratio_cut: float | None = Field(None, gt=0)
+    sigma: float | None = Field(None, gt=0)
+    delta: float | None = Field(None, gt=0, le=1)
+    tau: float | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> "LossSection":
+        try:
+            self.spec(max_tokens=1)
+        except HexcombError as error:
+            raise ValueError(error.sentence()) from error
+        return self
+
+    def spec(self, *, max_tokens: int) -> LossSpec:
+        """The loss as trainers get it."""
+        named = self.model_dump(exclude={"preset", "aggregation", "advantage"}, exclude_none=True)
+        aggregation = self.aggregation or default_aggregation(self.preset)
+        return LossSpec(self.preset, named, aggregation, self.advantage, max_tokens)
 
 
 class NodesSection(Section):
@@ -123,6 +158,7 @@ class RunFile(Section):
     sampling: SamplingSection = SamplingSection()
     batch: BatchSection = BatchSection()
     optimizer: OptimizerSection = OptimizerSection()
+    loss: LossSection = LossSection()
     nodes: NodesSection = NodesSection()
     limits: LimitsSection = LimitsSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -171,6 +207,7 @@ class RunFile(Section):
             dynamic_sampling=self.batch.dynamic_sampling,
             piece_tokens=self.limits.piece_tokens,
             piece_s=self.limits.piece_s,
+            loss=self.loss.spec(max_tokens=self.sampling.max_new_tokens),
         )
         return Rules(
             spec=spec,

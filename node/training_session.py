@@ -120,6 +120,7 @@ class TrainingSession:
             weights=str(weights),
             optimizer_state=optimizer_state,
             optimizer=node.spec.optimizer,
+            loss=node.spec.loss,
             temperature=node.spec.sampling.temperature,
             blob_dir=str(node.home.blobs),
             run_id=node.run_id,

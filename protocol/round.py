@@ -34,8 +34,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Turns `base_version` into the next. `num_tokens` is the count of live tokens in the whole batch: the divisor of
-    the average, whatever the shares."""
+    """Turns `base_version` into the next. The sum over the whole batch is divided by `divisor`, whatever the
+    shares: its live tokens, or what the run's loss counts instead."""
 
     run_id: RunId
     round_id: RoundId
@@ -43,7 +43,7 @@ class RoundPlan:
     base_root: Digest
     members: tuple[Member, ...]
     shards: tuple[Shard, ...]
-    num_tokens: int
+    divisor: int
     deadline_ms: int
 
 

@@ -1,4 +1,4 @@
-"""What every member of a run must agree on: model shape of work, sampling contract, optimizer, limits. Pure.
+"""What every member of a run must agree on: model shape of work, sampling contract, optimizer, loss, limits. Pure.
 
 The coordinator derives a `RunSpec` from the run file and hands it to each node at the start of its session; it does
 not change while the run lives.
@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from protocol.ids import RunId
+from protocol.loss import LossSpec
 
 Mode = Literal["sequential", "periodic", "async"]
 Role = Literal["trainer", "rollout", "idle"]
@@ -115,6 +116,7 @@ class RunSpec:
     dynamic_sampling: bool = False
     piece_tokens: int = 32
     piece_s: float = 1.0
+    loss: LossSpec = field(default_factory=LossSpec)
 
     def to_bytes(self) -> bytes:
         """The spec as msgpack."""

@@ -42,14 +42,15 @@ class CancelSlots:
 
 @dataclass(frozen=True, slots=True)
 class SendPlan:
-    """Sign the plan of a sealed round and send it to its members; `remaining_s` is the time until its deadline."""
+    """Sign the plan of a sealed round and send it to its members. The sum over the batch is divided by `divisor`;
+    `remaining_s` is the time until the deadline."""
 
     round_id: RoundId
     base_version: Version
     base_root: Digest
     members: tuple[Member, ...]
     shards: tuple[Shard, ...]
-    num_tokens: int
+    divisor: int
     remaining_s: float
 
 

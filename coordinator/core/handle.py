@@ -67,7 +67,7 @@ class Core:
 
     def share_of(self, round_id: RoundId, peer_id: PeerId) -> tuple[ShareItem, ...]:
         """What a member trains on. Raises `RoundStaleError` or `NotEnrolledError`."""
-        return share_of(self.state, round_id, peer_id)
+        return share_of(self.state, round_id, peer_id, self.rules.spec.loss.advantage)
 
     def books(self) -> Books:
         """Where every slot is."""

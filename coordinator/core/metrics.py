@@ -2,6 +2,8 @@
 
 import math
 import statistics
+from collections import Counter
+from collections.abc import Sequence
 
 from coordinator.core.state import Batch, State
 from protocol.lag import lag
@@ -24,11 +26,33 @@ def batch_metrics(state: State, batch: Batch) -> dict[str, float]:
         "reward": math.fsum(rewards) / len(rewards),
         "reward_std": math.fsum(spreads) / len(spreads),
         "frac_reward_zero_std": sum(spread == 0 for spread in spreads) / len(spreads),
-        "staleness/mean": sum(value * length for value, length in lags) / num_tokens,
-        "staleness/max": float(max(value for value, _ in lags)),
+        **staleness(lags),
         "length/mean": num_tokens / len(trained),
         "num_slots": float(len(trained)),
         "num_tokens": float(batch.num_tokens),
         "num_masked_tokens": float(num_tokens - batch.num_tokens),
         "num_attempts": float(batch.num_attempts),
     }
+
+
+def staleness(lags: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Of (lag, number of tokens): mean, median, 95th percentile, and the largest."""
+    counts: Counter[int] = Counter()
+    for value, length in lags:
+        counts[value] += length
+    return {
+        "staleness/mean": sum(value * length for value, length in counts.items()) / counts.total(),
+        "staleness/p50": _quantile(counts, 0.5),
+        "staleness/p95": _quantile(counts, 0.95),
+        "staleness/max": float(max(counts)),
+    }
+
+
+def _quantile(counts: Counter[int], part: float) -> float:
+    """The least lag that at least this part of the tokens does not exceed."""
+    due, seen = part * counts.total(), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= due:
+            return float(value)
+    raise AssertionError("no tokens")

@@ -217,7 +217,7 @@ def _seal(turn: Turn, batch: Batch, peers: tuple[PeerId, ...]) -> None:
             turn.require_head().root,
             members,
             sealed.shards,
-            sealed.num_tokens,
+            spec.loss.divisor(num_tokens=batch.num_tokens, num_sequences=len(keys)),
             spec.round_s,
         )
     )

@@ -7,17 +7,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.core.state import Group, Slot, State
+from coordinator.core.state import Slot, State
 from protocol.errors import NotEnrolledError, RoundStaleError
 from protocol.ids import PeerId, RoundId, SlotKey, Version
 from protocol.lag import is_fresh
+from protocol.loss import Advantage, baseline
 from protocol.run import Staleness
 
 
 @dataclass(frozen=True, slots=True)
 class ShareItem:
     """A slot of a member's share. `segments` are (version, number of tokens); `mask[i]` is 1 if token i is live
-    (sampled, and fresh), else 0; `advantage` is the reward minus the mean of its group's rewards."""
+    (sampled, and fresh), else 0; `advantage` is the reward minus the mean of its group's rewards, by their
+    spread where the run says so."""
 
     slot: SlotKey
     advantage: float
@@ -43,14 +45,11 @@ def num_live_tokens(slot: Slot, *, v_train: Version, max_lag: int, staleness: St
     return sum(fresh) if staleness != "drop" or len(fresh) == len(slot.segments) else 0
 
 
-def mean_reward(group: Group) -> float:
-    """Over all members with a reward, those without a live token included."""
-    rewards = group.rewards
-    return math.fsum(rewards) / len(rewards)
-
-
-def share_of(state: State, round_id: RoundId, peer_id: PeerId) -> tuple[ShareItem, ...]:
-    """What a member trains on in the open round. Raises `RoundStaleError` or `NotEnrolledError`."""
+def share_of(
+    state: State, round_id: RoundId, peer_id: PeerId, advantage: Advantage = "centred"
+) -> tuple[ShareItem, ...]:
+    """What a member trains on in the open round. A baseline is over all rewards of the group, members without a live
+    token included. Raises `RoundStaleError` or `NotEnrolledError`."""
     if state.round is None or state.batch is None or state.round.round_id != round_id:
         raise RoundStaleError(
             f"round {round_id} was refused", why="it is not the open one", remedy="Wait for the next plan."
@@ -58,14 +57,15 @@ def share_of(state: State, round_id: RoundId, peer_id: PeerId) -> tuple[ShareIte
     keys = dict(state.round.shares).get(peer_id)
     if keys is None:
         raise NotEnrolledError(f"node {peer_id} was refused", why=f"it is not a member of round {round_id}")
-    items, means = list[ShareItem](), dict[int, float]()
+    items, baselines = list[ShareItem](), dict[int, tuple[float, float]]()
     for key in keys:
         group, slot = state.groups[key.task.index], state.find(key)
         assert slot is not None and slot.reward is not None  # noqa: PT018
-        if key.task.index not in means:
-            means[key.task.index] = mean_reward(group)
+        if key.task.index not in baselines:
+            baselines[key.task.index] = baseline(group.rewards, advantage)
+        mean, scale = baselines[key.task.index]
         mask = live_mask(slot, v_train=state.batch.base_version, max_lag=state.batch.max_lag)
-        items.append(ShareItem(key, slot.reward - means[key.task.index], slot.segments, mask))
+        items.append(ShareItem(key, (slot.reward - mean) / scale, slot.segments, mask))
     return tuple(items)
 
 

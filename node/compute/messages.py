@@ -7,6 +7,7 @@ their docstring names; `SlotAdvanced` and `SlotFilled` are events without reques
 
 import msgspec
 
+from protocol.loss import LossSpec
 from protocol.round import TrainSample
 from protocol.run import EnvironmentSpec, OptimizerSpec, SamplingContract
 
@@ -82,6 +83,7 @@ class StartTrainer(msgspec.Struct, tag=True, frozen=True):
     leaf_certificate: bytes
     leaf_key: bytes
     gpu_memory_share: float = 0.0
+    loss: LossSpec = LossSpec()
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):

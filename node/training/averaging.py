@@ -160,7 +160,7 @@ class RoundWork:
     async def _reduce(self, index: int) -> None:
         """The owner's work on one shard."""
         parts = await self._round.collect(index, until=self._deadlines.parts)
-        average = await self._heavy(reduce_parts, parts, num_tokens=self._round.plan.num_tokens)
+        average = await self._heavy(reduce_parts, parts, divisor=self._round.plan.divisor)
         if self._round.failure is None:
             self._round.averages[index].set_result(average)
 

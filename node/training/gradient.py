@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from node.training.loss import LossSettings, MetricSums, policy_loss
+from node.training.loss import policy_loss
+from node.training.loss_metrics import MetricSums
+from protocol.loss import LossSpec
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
     """One completion to learn from; `behaviour_logprobs` and `mask` stand beside `completion_ids`.
 
-    `mask` is false where a token must not train (too old, or not the model's own). `name` is for errors.
+    `mask` is false where a token must not train (too old, or not the model's own); `lags` are the tokens' ages in
+    versions (empty = nought). `name` is for errors.
     """
 
     name: str
@@ -30,6 +33,7 @@ class TrainSample:
     behaviour_logprobs: tuple[float, ...]
     mask: tuple[bool, ...]
     advantage: float
+    lags: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.completion_ids), len(self.behaviour_logprobs), len(self.mask)}
@@ -75,7 +79,7 @@ def batch_gradient(
     model: nn.Module,
     samples: Sequence[TrainSample],
     *,
-    settings: LossSettings | None = None,
+    spec: LossSpec | None = None,
     micro_batch_tokens: int = 16_384,
     pad_id: int = 0,
 ) -> BatchGradient:
@@ -84,7 +88,7 @@ def batch_gradient(
     At most `micro_batch_tokens` positions (padding included) are computed at once, unless one sample is longer. The
     model is left without gradients. Raises what `policy_loss` raises; then no gradient is left either.
     """
-    settings = settings or LossSettings()
+    spec = spec or LossSpec()
     metrics, num_tokens = MetricSums(), 0
     model.zero_grad(set_to_none=True)
     try:
@@ -97,7 +101,8 @@ def batch_gradient(
                 behaviour_BT=_padded(current_BT, [s.behaviour_logprobs for s in micro_batch], 0.0),
                 advantage_B=current_BT.new_tensor([s.advantage for s in micro_batch]),
                 mask_BT=mask_BT,
-                settings=settings,
+                lag_BT=_padded(current_BT, [s.lags for s in micro_batch], 0.0),
+                spec=spec,
                 names=[s.name for s in micro_batch],
             )
             summed.total.backward()  # type: ignore[no-untyped-call]

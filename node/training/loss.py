@@ -1,101 +1,27 @@
-"""The policy loss for stale data, as a sum over tokens, and the sums behind its metrics. Pure torch.
+"""The policy loss for stale data, as a sum, and the sums behind its metrics. Pure torch.
 
-Invariant: everything here adds up. A loss or metric over a batch is the sum over any split of it, and only the round
-divides, once, by the global number of tokens; nothing divides by a local count. Gradients flow through the current
-log-probabilities alone. What stands at a masked position never matters.
+Invariant: everything here adds up. A loss or metric over a batch is the sum over any split of it by rows, and only the
+round divides, once, by a count of the whole batch; nothing divides by a local count but a row by its own tokens.
+Gradients flow through the current log-probabilities alone. What stands at a masked position never matters.
 
 Shape letters: B rows (completions), T token positions of the longest completion.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from protocol.errors import EngineError, RolloutMalformedError, UsageError
-
-BehaviourWeight = Literal["none", "untruncated", "tis", "icepop", "upper_mask"]
-Anchor = Literal["proximal", "behaviour"]
-
-LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to this, so that one node's wild log-probability cannot overflow `exp`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossSettings:
-    """Which policy loss. The default is the decoupled loss with an upper mask and a dual clip.
-
-    The ratio that is clipped is current over `anchor`. With the anchor `proximal`, each token is weighted by
-    proximal over behaviour, treated by `weight`: `none` ignores it, `untruncated` takes it as it is, `tis` cuts it
-    at `weight_cut`, `icepop` drops tokens outside `[weight_low, weight_high]`, `upper_mask` those above `weight_high`.
-    """
-
-    anchor: Anchor = "proximal"
-    weight: BehaviourWeight = "upper_mask"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = 3.0
-    weight_low: float = 0.5
-    weight_high: float = 5.0
-    weight_cut: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.anchor == "behaviour" and self.weight != "none":
-            raise UsageError(
-                f"the loss cannot use weight {self.weight!r} with the anchor 'behaviour'",
-                why="its ratio already corrects for the behaviour policy",
-                remedy="Set weight = 'none', or anchor = 'proximal'.",
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class MetricSums:
-    """Sums over tokens; add those of all micro-batches and trainers, then ask for `means()`."""
-
-    num_tokens: float = 0.0
-    loss: float = 0.0
-    k1: float = 0.0
-    k3: float = 0.0
-    log_ratio_abs: float = 0.0
-    weight: float = 0.0
-    weight_squared: float = 0.0
-    clipped_low: float = 0.0
-    clipped_high: float = 0.0
-    dual_clipped: float = 0.0
-    filtered: float = 0.0
-    approx_kl: float = 0.0
-    entropy: float = 0.0
-
-    def __add__(self, other: "MetricSums") -> "MetricSums":
-        return MetricSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def means(self) -> dict[str, float]:
-        """Metrics by the names users know; empty when no token was counted."""
-        num_tokens = self.num_tokens
-        if not num_tokens:
-            return {}
-        return {
-            "loss": self.loss / num_tokens,
-            "mismatch/k1": self.k1 / num_tokens,
-            "mismatch/k3": self.k3 / num_tokens,
-            "mismatch/logp_abs_diff_mean": self.log_ratio_abs / num_tokens,
-            "mismatch/w_mean": self.weight / num_tokens,
-            "mismatch/chi2": self.weight_squared / num_tokens - 1.0,
-            "mismatch/ess": self.weight**2 / (num_tokens * self.weight_squared),
-            "clip_ratio/low": self.clipped_low / num_tokens,
-            "clip_ratio/high": self.clipped_high / num_tokens,
-            "dual_clip_ratio": self.dual_clipped / num_tokens,
-            "behave_filtered_ratio": self.filtered / num_tokens,
-            "approx_kl": self.approx_kl / num_tokens,
-            "entropy": self.entropy / num_tokens,
-        }
+from node.training.loss_metrics import MetricSums
+from node.training.objectives import Objective, Tokens, loglinear_proximal, objective, ratio, row_mean
+from protocol.errors import EngineError, RolloutMalformedError
+from protocol.loss import LossSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """`total` is a scalar with a gradient, over `num_tokens` live tokens; those that `weight` drops are counted."""
+    """`total` is a scalar with a gradient, over `num_tokens` live tokens; those that the loss drops are counted."""
 
     total: Tensor
     num_tokens: int
@@ -109,73 +35,60 @@ def policy_loss(
     behaviour_BT: Tensor,
     advantage_B: Tensor,
     mask_BT: Tensor,
-    settings: LossSettings,
+    lag_BT: Tensor,
+    spec: LossSpec,
     names: Sequence[str] = (),
 ) -> LossSum:
-    """The sum over live tokens of the loss that `settings` names. Log-probabilities are natural logs.
+    """The sum over live tokens of the loss that `spec` names. Log-probabilities are natural logs.
 
-    `mask_BT` is true where a token trains; `names` are the rows' rollouts, for errors. Raises `RolloutMalformedError`
-    when a live behaviour log-probability is not finite, `EngineError` when the trainer's own is not.
+    `mask_BT` is true where a token trains; `lag_BT` is its age in versions; `names` are the rows' rollouts, for errors.
+    Raises `RolloutMalformedError` when a live behaviour log-probability is not finite, `EngineError` when the trainer's
+    own is not.
     """
     _refuse_nonsense(behaviour_BT, mask_BT, names)
     _check_own(current_BT + proximal_BT, mask_BT)
-    current_BT = torch.where(mask_BT, current_BT, 0.0)
-    proximal_BT = torch.where(mask_BT, proximal_BT, 0.0).detach()
-    behaviour_BT = torch.where(mask_BT, behaviour_BT, 0.0).detach()
-    advantage_BT = advantage_B[:, None].expand_as(current_BT)
+    tokens = Tokens(
+        current_BT=torch.where(mask_BT, current_BT, 0.0),
+        proximal_BT=torch.where(mask_BT, proximal_BT, 0.0).detach(),
+        behaviour_BT=torch.where(mask_BT, behaviour_BT, 0.0).detach(),
+        advantage_BT=advantage_B[:, None].expand_as(current_BT),
+        mask_BT=mask_BT,
+        lag_BT=lag_BT,
+    )
+    is_between = spec.preset == "loglinear"
+    chosen = objective(replace(tokens, proximal_BT=loglinear_proximal(tokens)) if is_between else tokens, spec)
+    total = aggregated(chosen.loss_BT, mask_BT, spec)
+    return LossSum(total, int(mask_BT.sum()), _metrics(tokens, chosen, total, spec))
 
-    anchor_BT = proximal_BT if settings.anchor == "proximal" else behaviour_BT
-    ratio_BT = _ratio(current_BT, anchor_BT)
-    clipped_BT = ratio_BT.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    plain_BT, bounded_BT = -advantage_BT * ratio_BT, -advantage_BT * clipped_BT
-    loss_BT = torch.maximum(plain_BT, bounded_BT)
-    is_dual_BT = torch.zeros_like(mask_BT)
-    if settings.dual_clip is not None:
-        ceiling_BT = -advantage_BT * settings.dual_clip
-        is_dual_BT = (advantage_BT < 0) & (loss_BT > ceiling_BT)
-        loss_BT = torch.where(is_dual_BT, ceiling_BT, loss_BT)
 
-    raw_weight_BT = _ratio(proximal_BT, behaviour_BT)
-    weight_BT = _behaviour_weight(raw_weight_BT, settings)
-    total = (loss_BT * weight_BT * mask_BT).sum()
-    is_clipped_BT = mask_BT & (bounded_BT > plain_BT)
-    gap_BT = proximal_BT - behaviour_BT
-    step_BT = (current_BT - proximal_BT).detach()
-    metrics = MetricSums(
-        num_tokens=float(mask_BT.sum()),
+def aggregated(loss_BT: Tensor, mask_BT: Tensor, spec: LossSpec) -> Tensor:
+    """The sum whose quotient by `spec.divisor` is the loss: over tokens, or over rows of each one's mean."""
+    if spec.aggregation == "seq_mean_token_mean":
+        return row_mean(loss_BT, mask_BT).sum()
+    return (loss_BT * mask_BT).sum()
+
+
+def _metrics(x: Tokens, chosen: Objective, total: Tensor, spec: LossSpec) -> MetricSums:
+    mask_BT, weight_BT = x.mask_BT, ratio(x.proximal_BT, x.behaviour_BT)
+    gap_BT = x.proximal_BT - x.behaviour_BT
+    step_BT = (x.current_BT - x.proximal_BT).detach()
+    num_tokens, num_sequences = int(mask_BT.sum()), int(mask_BT.any(dim=1).sum())
+    return MetricSums(
+        num_tokens=float(num_tokens),
+        divisor=float(spec.divisor(num_tokens=num_tokens, num_sequences=num_sequences)),
         loss=float(total.detach()),
         k1=float(-gap_BT.sum()),
-        k3=float(((raw_weight_BT - 1.0 - gap_BT) * mask_BT).sum()),
+        k2=float(0.5 * gap_BT.square().sum()),
+        k3=float(((weight_BT - 1.0 - gap_BT) * mask_BT).sum()),
         log_ratio_abs=float(gap_BT.abs().sum()),
-        weight=float((raw_weight_BT * mask_BT).sum()),
-        weight_squared=float((raw_weight_BT.square() * mask_BT).sum()),
-        clipped_low=float((is_clipped_BT & (ratio_BT < 1.0)).sum()),
-        clipped_high=float((is_clipped_BT & (ratio_BT > 1.0)).sum()),
-        dual_clipped=float((is_dual_BT & mask_BT).sum()),
-        filtered=float((mask_BT & (weight_BT == 0.0)).sum()),
+        weight=float((weight_BT * mask_BT).sum()),
+        weight_squared=float((weight_BT.square() * mask_BT).sum()),
+        clipped_low=float((chosen.is_low_BT & mask_BT).sum()),
+        clipped_high=float((chosen.is_high_BT & mask_BT).sum()),
+        dual_clipped=float((chosen.is_dual_BT & mask_BT).sum()),
+        filtered=float((chosen.is_filtered_BT & mask_BT).sum()),
         approx_kl=float((torch.expm1(step_BT) - step_BT).sum()),
     )
-    return LossSum(total, int(mask_BT.sum()), metrics)
-
-
-def _ratio(upper_BT: Tensor, lower_BT: Tensor) -> Tensor:
-    return torch.exp((upper_BT - lower_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-
-
-def _behaviour_weight(weight_BT: Tensor, settings: LossSettings) -> Tensor:
-    """The detached weight of each token, after the treatment that `settings` names."""
-    match settings.weight:
-        case "none":
-            return torch.ones_like(weight_BT)
-        case "untruncated":
-            return weight_BT
-        case "tis":
-            return weight_BT.clamp(max=settings.weight_cut)
-        case "icepop":
-            is_kept_BT = (weight_BT >= settings.weight_low) & (weight_BT <= settings.weight_high)
-        case "upper_mask":
-            is_kept_BT = weight_BT <= settings.weight_high
-    return torch.where(is_kept_BT, weight_BT, 0.0)
 
 
 def _refuse_nonsense(behaviour_BT: Tensor, mask_BT: Tensor, names: Sequence[str]) -> None:

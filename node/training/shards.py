@@ -91,8 +91,8 @@ class PartIntake:
         raise PartRefusedError(f"the part of {self.sender} was refused", why=why)
 
 
-def reduce_parts(parts: Sequence[Vector], *, num_tokens: int) -> Average:
-    """The sum of the members' parts over `num_tokens`, rounded once. Raises `EngineError` if it is not
+def reduce_parts(parts: Sequence[Vector], *, divisor: int) -> Average:
+    """The sum of the members' parts over `divisor`, rounded once. Raises `EngineError` if it is not
     finite.
     """
     average_S = np.empty(len(parts[0]), np.float32)
@@ -103,7 +103,7 @@ def reduce_parts(parts: Sequence[Vector], *, num_tokens: int) -> Average:
             total = parts[0][where].astype(np.float64)
             for part in parts[1:]:
                 total += part[where]
-            total /= num_tokens
+            total /= divisor
             average_S[where] = total
             squared_norm += _squared_norm(average_S[where])
     if not np.isfinite(squared_norm) or not np.isfinite(average_S).all():
@@ -166,7 +166,7 @@ def check_plan(plan: RoundPlan, *, me: PeerId, version: Version, root: Digest, n
         "it names a member twice": len(set(members)) != len(members),
         "its shards do not cover the parameters": not is_whole or ends[-1] != num_elements,
         "a shard's owner is no member": any(shard.owner not in members for shard in plan.shards),
-        "it counts no tokens": plan.num_tokens < 1,
+        "its divisor is not positive": plan.divisor < 1,
     }
     for why, is_wrong in problems.items():
         if is_wrong:

@@ -22,13 +22,15 @@ from node.rollout.reference import score_probe
 from node.torch_guard import block_broken_extras
 from node.training import gradient as gradients
 from node.training.evaluation import greedy_completions
-from node.training.loss import MetricSums
+from node.training.loss_metrics import MetricSums
 from node.training.optimizer import WIRE_DTYPE, Moments, OptimizerState, Vector, bytes_of
 from node.weights.blobs import BlobStore
 from node.weights.content import open_tensors, store_chunks
 from protocol.canary import probe_for
 from protocol.errors import EngineError, ModelMissingError, RootMismatchError, RoundStaleError
 from protocol.ids import Digest, RunId, Version
+from protocol.lag import lag
+from protocol.loss import LossSpec
 from protocol.manifest import Body
 from protocol.round import TrainSample
 from protocol.run import SamplingContract
@@ -86,17 +88,19 @@ class Trainer:
         state = OptimizerState(read_weights(weights, body), *read_moments(optimizer_state, body))
         return cls(model, TrainedVersion(body, state), device=device)
 
-    def gradient(self, samples: Sequence[TrainSample], *, dropped: threading.Event) -> ShareGradient:
+    def gradient(
+        self, samples: Sequence[TrainSample], *, dropped: threading.Event, loss: LossSpec | None = None
+    ) -> ShareGradient:
         """The summed gradient over a share under the version in force; zeros for an empty share.
 
         Raises `RoundStaleError` soon after `dropped` is set.
         """
         vector_P = np.zeros(self.in_force.state.num_elements, np.float32)
         num_tokens, metrics = 0, MetricSums()
-        for part in slices(samples):
+        for part in slices(samples, v_train=self.in_force.body.version):
             if dropped.is_set():
                 raise RoundStaleError("a gradient was dropped", why="")
-            result = gradients.batch_gradient(self.model, part, micro_batch_tokens=self._micro_batch_tokens)
+            result = gradients.batch_gradient(self.model, part, spec=loss, micro_batch_tokens=self._micro_batch_tokens)
             vector_P += result.vector_P.numpy()
             num_tokens += result.num_tokens
             metrics += result.metrics
@@ -232,7 +236,7 @@ def read_moments(path: Path | None, body: Body) -> tuple[Vector, Vector]:
     return moments[:num_elements], moments[num_elements:]
 
 
-def slices(samples: Sequence[TrainSample]) -> list[list[gradients.TrainSample]]:
+def slices(samples: Sequence[TrainSample], *, v_train: Version) -> list[list[gradients.TrainSample]]:
     """The share in parts of like length, each of about `SLICE_TOKENS` positions."""
     parts: list[list[gradients.TrainSample]] = []
     for sample in sorted(samples, key=_length):
@@ -246,6 +250,9 @@ def slices(samples: Sequence[TrainSample]) -> list[list[gradients.TrainSample]]:
                 behaviour_logprobs=sample.logprobs,
                 mask=sample.mask,
                 advantage=sample.advantage,
+                lags=tuple(
+                    lag(v_train=v_train, v_token=version) for version, length in sample.segments for _ in range(length)
+                ),
             )
         )
     return parts

@@ -170,7 +170,9 @@ class TrainerJob:
         dropped, shares = threading.Event(), list[ShareGradient]()
 
         async def gradient() -> Vector:
-            shares.append(await self._heavy(self._trainer.gradient, message.samples, dropped=dropped))
+            shares.append(
+                await self._heavy(self._trainer.gradient, message.samples, dropped=dropped, loss=self._message.loss)
+            )
             return shares[0].vector_P
 
         try:

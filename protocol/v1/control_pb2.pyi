@@ -885,7 +885,7 @@ class TrainSample(message.Message):
     mask: builtins.bytes
     """One byte for each token: 1 = live, 0 = too old to train on, or the environment's."""
     advantage: builtins.float
-    """Reward minus the group's mean."""
+    """Reward minus the group's mean; by its standard deviation where the run's loss says so."""
     @builtins.property
     def segment_versions(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """Versions of consecutive segments."""

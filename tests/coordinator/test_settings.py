@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tomlkit
 
@@ -11,6 +12,8 @@ from coordinator.grading import RewardPlan, RewardSpec
 from coordinator.settings import parse_run_file, read_run_file, valid_keys
 from protocol.errors import UnknownSettingError, UsageError
 from protocol.ids import RunId
+from protocol.loss import NUMBERS, LossSpec, Preset, default_aggregation
+from protocol.run import RunSpec
 from protocol.tokens import Tokenizer
 
 MINIMAL: dict[str, Any] = {"name": "sums", "base": "base", "task": {"environment": "chain_sum"}}
@@ -74,6 +77,7 @@ def test_every_section_arrives_in_the_rules() -> None:
         "sampling": {"temperature": 0.7, "max_new_tokens": 11},
         "batch": {"groups": 3, "group_size": 5, "max_concurrent_groups": 17},
         "optimizer": {"lr": 0.5, "warmup_versions": 2},
+        "loss": {"preset": "icepop", "weight_low": 0.25, "aggregation": "dr_grpo"},
         "nodes": {"trainers": 2, "rollouts": 3, "expected": 4, "settle_s": 1.5},
         "limits": {"heartbeat_s": 1.0, "lease_s": 2.0, "round_s": 3.0},
         "evaluation": {"every": 6},
@@ -86,6 +90,7 @@ def test_every_section_arrives_in_the_rules() -> None:
     assert (spec.groups_per_batch, spec.group_size, rules.max_concurrent) == (3, 5, 17)
     assert (spec.optimizer.lr, spec.optimizer.warmup_versions) == (0.5, 2)
     assert (rules.num_trainers, rules.num_rollouts, rules.expected_nodes, rules.settle_s) == (2, 3, 4, 1.5)
+    assert spec.loss == LossSpec("icepop", {"weight_low": 0.25}, "dr_grpo", "centred", 11)
     assert (spec.heartbeat_s, spec.lease_s, spec.round_s) == (1.0, 2.0, 3.0)
     assert (rules.evaluate_every, rules.stop_version) == (6, 9)
 
@@ -97,6 +102,7 @@ def test_every_section_arrives_in_the_rules() -> None:
         ("batch.eta", ""),
         ("batches", "batch"),
         ("optimizer.learning_rate", ""),
+        ("loss.clip", "loss.clip_low"),
         ("limits.max_lag", "batch.max_lag"),
         ("max_lag", "batch.max_lag"),
         ("listen.joinport", "listen.join_port"),
@@ -155,6 +161,15 @@ def test_an_unknown_key_is_refused_with_the_nearest_that_would_be_valid(key: str
         ("optimizer.lr", float("inf")),
         ("optimizer.beta1", 1.0),
         ("optimizer.max_grad_norm", 0),
+        ("loss.preset", "ppo"),
+        ("loss.sigma", 0.5),
+        ("loss.weight_low", 0.5),
+        ("loss", {"preset": "gspo", "aggregation": "token_mean"}),
+        ("loss", {"preset": "naive", "weight_cut": 2.0}),
+        ("loss", {"preset": "icepop", "weight_low": 6.0}),
+        ("loss", {"aggregation": "dr_grpo", "advantage": "standardised"}),
+        ("loss.clip_low", 1.0),
+        ("loss.dual_clip", 1.0),
         ("nodes.trainers", 0),
         ("nodes.settle_s", float("inf")),
         ("limits.heartbeat_s", 0),
@@ -182,6 +197,23 @@ def test_a_value_out_of_range_is_refused_by_its_key(key: str, value: Any) -> Non
     assert caught.value.why
     assert caught.value.remedy
     assert caught.value.exit_code == 2
+
+
+def test_a_run_file_without_a_loss_trains_by_the_default() -> None:
+    spec = parse_run_file(MINIMAL).rules(RunId("ab" * 16), TOKENIZER).spec
+    assert spec.loss == LossSpec(max_tokens=spec.sampling.max_new_tokens)
+    assert RunSpec.from_bytes(spec.to_bytes()) == spec
+    before = msgspec.msgpack.decode(spec.to_bytes())
+    del before["loss"]  # as a coordinator of an earlier release sends it
+    assert RunSpec.from_bytes(msgspec.msgpack.encode(before)).loss == LossSpec()
+
+
+@pytest.mark.parametrize("preset", NUMBERS)
+def test_every_number_of_a_preset_is_a_setting(preset: Preset) -> None:
+    loss = {"preset": preset, **NUMBERS[preset]}
+    spec = parse_run_file({**MINIMAL, "loss": loss}).rules(RunId("ab" * 16), TOKENIZER).spec
+    assert spec.loss.numbers == NUMBERS[preset]
+    assert spec.loss.aggregation == default_aggregation(preset)
 
 
 def test_a_machine_may_listen_everywhere_under_a_name(tmp_path: Path) -> None:

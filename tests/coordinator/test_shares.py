@@ -3,10 +3,12 @@
 import pytest
 
 from coordinator.core import shares
+from coordinator.core.effects import SendPlan
 from coordinator.core.shares import divide, share_of
 from protocol.errors import NotEnrolledError, RoundStaleError
 from protocol.ids import PeerId, RoundId, SlotKey, TaskKey, Version
-from tests.coordinator.world import World
+from protocol.loss import Aggregation, LossSpec
+from tests.coordinator.world import World, make_rules
 
 
 def test_shares_are_exact_and_for_members_only() -> None:
@@ -22,6 +24,26 @@ def test_shares_are_exact_and_for_members_only() -> None:
         share_of(state, RoundId("0.9"), PeerId("t0"))
     with pytest.raises(NotEnrolledError):
         share_of(state, round_id, PeerId("r0"))
+
+
+def test_advantages_are_as_the_run_says() -> None:
+    world = World(make_rules(loss=LossSpec(advantage="standardised")))
+    world.start(trainers=1)
+    world.fill_batch()
+    items = world.core.share_of(world.round_id, PeerId("t0"))
+    assert [item.advantage for item in items] == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "divisor"), [("token_mean", 16), ("seq_mean_token_mean", 4), ("dr_grpo", 4 * 64)]
+)
+def test_the_plan_has_the_divisor_of_the_runs_loss(aggregation: Aggregation, divisor: int) -> None:
+    world = World(make_rules(loss=LossSpec(aggregation=aggregation, max_tokens=64)))
+    world.start(trainers=2)
+    world.fill_batch()
+    (plan,) = world.asked(SendPlan)
+    assert isinstance(plan, SendPlan)
+    assert plan.divisor == divisor
 
 
 def aged() -> World:

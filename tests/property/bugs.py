@@ -141,7 +141,7 @@ INVARIANTS: dict[int, Invariant] = {
             "a moved slot starts anew at will": Bug(ledger, "_check_prefix", always(None)),
             "a node speaks for the environment": Bug(ledger, "_check_given", always(None)),
             "the environment's words are learnt": Bug(shares, "live_mask", learn_all),
-            "advantages are rewards": Bug(shares, "mean_reward", always(0.0)),
+            "advantages are rewards": Bug(shares, "baseline", always((0.0, 1.0))),
         },
         elsewhere="lengths, ids and log-probabilities: tests/protocol, tests/coordinator/test_submissions.py; rewards "
         "come from the grader alone: tests/coordinator/test_grader.py",

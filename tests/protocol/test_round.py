@@ -23,7 +23,7 @@ PLAN = RoundPlan(
     base_root=digest_of(b"root"),
     members=(Member(PeerId("fox"), "host:1"), Member(PeerId("hen"), "[::1]:2")),
     shards=(Shard(PeerId("fox"), 0, 5), Shard(PeerId("hen"), 5, 9)),
-    num_tokens=77,
+    divisor=77,
     deadline_ms=1_700_000_000_000,
 )
 

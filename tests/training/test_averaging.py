@@ -291,7 +291,7 @@ async def test_the_first_failure_stays_and_answers_all() -> None:
         base_root="",  # type: ignore[arg-type]
         members=(),
         shards=(),
-        num_tokens=1,
+        divisor=1,
         deadline_ms=0,
     )
     opened = OpenRound(plan, me=me, deadline=0.0)

@@ -32,7 +32,7 @@ PLAN = RoundPlan(
     base_root=ROOT,
     members=(Member(A, "a:1"), Member(B, "b:1")),
     shards=(Shard(A, 0, 6), Shard(B, 6, 10)),
-    num_tokens=5,
+    divisor=5,
     deadline_ms=0,
 )
 
@@ -41,20 +41,20 @@ PLAN = RoundPlan(
 def test_any_split_gives_the_same_average(num_parts: int, size: int, seed: int) -> None:
     chance = np.random.default_rng(seed)
     parts = [chance.normal(size=size).astype(np.float32) for _ in range(num_parts)]
-    average = reduce_parts(parts, num_tokens=17)
+    average = reduce_parts(parts, divisor=17)
     exact = sum(part.astype(np.float64) for part in parts) / 17
     np.testing.assert_allclose(average.gradient_S, exact, rtol=1e-6, atol=1e-7)
     assert average.squared_norm == pytest.approx(float((average.gradient_S.astype(float) ** 2).sum()))
     check_average(average)
-    shuffled = reduce_parts(parts[::-1], num_tokens=17)
+    shuffled = reduce_parts(parts[::-1], divisor=17)
     np.testing.assert_allclose(shuffled.gradient_S, average.gradient_S, rtol=2e-7)
 
 
 def test_a_sum_out_of_range_is_refused() -> None:
     huge = np.full(3, 3e38, np.float32)
-    assert np.isfinite(reduce_parts([huge, huge], num_tokens=2).gradient_S).all()
+    assert np.isfinite(reduce_parts([huge, huge], divisor=2).gradient_S).all()
     with pytest.raises(EngineError):
-        reduce_parts([huge, huge], num_tokens=1)
+        reduce_parts([huge, huge], divisor=1)
 
 
 @pytest.mark.parametrize(("value", "factor"), [(1.0, 0.9), (1.0, float("nan")), (float("nan"), 1.0)])
@@ -118,7 +118,7 @@ def test_a_sound_plan_is_taken_in_order() -> None:
         (replace(PLAN, shards=(Shard(A, 0, 6), Shard(B, 6, 4), Shard(B, 4, 10))), A),
         (replace(PLAN, shards=()), A),
         (replace(PLAN, shards=(Shard(A, 0, 6), Shard(C, 6, 10))), A),
-        (replace(PLAN, num_tokens=0), A),
+        (replace(PLAN, divisor=0), A),
         (replace(PLAN, round_id=RoundId("4")), A),
         (replace(PLAN, round_id=RoundId("4.-1")), A),
     ],

@@ -107,7 +107,7 @@ async def synchronous(engine: TransformersEngine, model_dir: Path, folder: Path)
                 for slot, sample in zip(slots, filled, strict=True)
             ]
         summed = gradients.batch_gradient(model, batch)
-        average = reduce_parts([summed.vector_P.numpy()], num_tokens=summed.num_tokens)
+        average = reduce_parts([summed.vector_P.numpy()], divisor=summed.num_tokens)
         clip = clip_coefficient(math.sqrt(average.squared_norm), max_norm=SPEC.max_grad_norm)
         state = adamw_step(state, average.gradient_S, step=version + 1, spec=SPEC, clip=clip)
         made.append(state.weights_P.tobytes())
@@ -208,7 +208,7 @@ class Run:
         deadline_ms = int(1000 * (sealed.remaining_s + 10**10))
         plan = RoundPlan(
             RUN_ID, sealed.round_id, sealed.base_version, sealed.base_root, sealed.members, sealed.shards,
-            sealed.num_tokens, deadline_ms,
+            sealed.divisor, deadline_ms,
         )  # fmt: skip
         done = await self.seat.run(plan, share)
         body = Body.from_bytes(done.body)

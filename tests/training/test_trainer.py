@@ -25,7 +25,7 @@ from node.weights.blobs import BlobStore
 from node.weights.content import assemble
 from protocol.canary import max_difference, probe_for
 from protocol.errors import ChunkCorruptError, EngineError, RootMismatchError, VersionTooOldError
-from protocol.ids import Digest
+from protocol.ids import Digest, Version
 from protocol.manifest import Body, digest_of
 from protocol.round import TrainSample
 from protocol.run import SamplingContract
@@ -64,7 +64,9 @@ def one_machine(model_dir: Path, batches: list[list[TrainSample]]) -> np.ndarray
         weight_decay=SPEC.weight_decay,
     )
     for step, batch in enumerate(batches, 1):
-        flat = batch_gradient(trainer_model, list(itertools.chain(*slices(batch)))).vector_P / num_live(batch)
+        flat = batch_gradient(
+            trainer_model, list(itertools.chain(*slices(batch, v_train=Version(0))))
+        ).vector_P / num_live(batch)
         start = 0
         for _, parameter in parameters:
             parameter.grad = flat[start : start + parameter.numel()].view_as(parameter).clone()

@@ -205,7 +205,7 @@ def plan_for(
         base_root=body.root,
         members=tuple(members),
         shards=split_evenly(num_elements, owners),
-        num_tokens=num_tokens,
+        divisor=num_tokens,
         deadline_ms=int((time.time() + round_s) * 1000),
     )
 
