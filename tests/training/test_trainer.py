@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from node.weights.content import assemble
 from protocol.canary import max_difference, probe_for
 from protocol.errors import ChunkCorruptError, EngineError, RootMismatchError, VersionTooOldError
 from protocol.ids import Digest, Version
+from protocol.loss import LossSpec
 from protocol.manifest import Body, digest_of
 from protocol.round import TrainSample
 from protocol.run import SamplingContract
@@ -110,6 +112,34 @@ async def test_trainers_agree_in_every_bit_and_equal_one_machine(
         np.testing.assert_allclose(states[0].weights_P, expected, rtol=0, atol=1e-6)
         assert not np.signbit(states[0].weights_P[states[0].weights_P == 0]).any()
         assert np.abs(expected - one_machine(model_dir, [])).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "loss", [LossSpec(), LossSpec("loglinear"), LossSpec(aggregation="seq_mean_token_mean")], ids=repr
+)
+async def test_any_loss_on_two_trainers_has_the_gradient_of_one_machine(
+    tmp_path: Path, model_dir: Path, loss: LossSpec
+) -> None:
+    """With unequal shares. One of the losses needs each token's age, one counts sequences."""
+    batch = [replace(sample, segments=((Version(-2), len(sample.mask)),)) for sample in make_samples(9)]
+    divisor = loss.divisor(num_tokens=num_live(batch), num_sequences=9)
+    async with trainers(2, tmp_path, model_dir, loss=loss) as seats:
+        model = seats[0].job._trainer.model
+        samples = list(itertools.chain(*slices(batch, v_train=Version(0))))
+        whole, default = (batch_gradient(model, samples, spec=spec).vector_P for spec in (loss, LossSpec()))
+        plan = plan_for(seats[0].body, [item.member for item in seats], num_tokens=divisor)
+        results = await run_all(seats, plan, [batch[:2], batch[2:]])
+        bodies = {done.body for done in results if isinstance(done, RoundDone)}
+        assert len(bodies) == 1, results
+        body = Body.from_bytes(bodies.pop())
+        await seats[0].job.handle(Commit(body.version, body.root))
+        first = torch.from_numpy(seats[0].state.first_P)
+    average = whole.double() / divisor
+    clip = min(1.0, SPEC.max_grad_norm / float(average.norm()))
+    expected = (1.0 - SPEC.beta1) * clip * average
+    assert (first - expected).norm() <= 1e-6 * expected.norm()
+    is_default = loss == LossSpec()
+    assert torch.equal(whole, default) == is_default
 
 
 def check_canary(canary: tuple[float, ...], model_dir: Path, weights: Path) -> None:

@@ -24,6 +24,7 @@ from protocol.grpc_errors import from_rpc_error
 from protocol.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
 from protocol.ids import PeerId, RoundId, RunId, Version
 from protocol.keys import Identity
+from protocol.loss import LossSpec
 from protocol.manifest import Body
 from protocol.round import Member, RoundPlan, TrainSample, split_evenly
 from protocol.run import OptimizerSpec
@@ -117,7 +118,14 @@ class Seat:
 
 
 async def seat(
-    number: int, folder: Path, model_dir: Path, *, body: Body | None = None, state: str = "", weights: str = ""
+    number: int,
+    folder: Path,
+    model_dir: Path,
+    *,
+    body: Body | None = None,
+    state: str = "",
+    weights: str = "",
+    loss: LossSpec | None = None,
 ) -> Seat:
     """A trainer that has loaded version 0, or what `body`, `weights` and `state` describe."""
     who = person(number)
@@ -144,18 +152,21 @@ async def seat(
         ca_certificate=anchor_pem(COORDINATOR.public_bytes),
         leaf_certificate=who.leaf.certificate_pem,
         leaf_key=who.leaf.key_pem,
+        loss=loss or LossSpec(),
     )
     job, started = await TrainerJob.start(message)
     return Seat(who, job, Member(who.peer_id, started.endpoint), message)
 
 
 @asynccontextmanager
-async def trainers(num: int, folder: Path, model_dir: Path) -> AsyncIterator[list[Seat]]:
+async def trainers(
+    num: int, folder: Path, model_dir: Path, *, loss: LossSpec | None = None
+) -> AsyncIterator[list[Seat]]:
     """So many trainers, closed at the end."""
     seats: list[Seat] = []
     try:
         for number in range(num):
-            seats.append(await seat(number, folder, model_dir))
+            seats.append(await seat(number, folder, model_dir, loss=loss))
         yield seats
     finally:
         for item in seats:
