@@ -45,7 +45,7 @@ def test_a_batch_is_cut_from_the_oldest_complete_groups() -> None:
     assert sealed.deadline_ms == world.now_ms + 30_000
     (plan,) = world.asked(SendPlan)
     assert isinstance(plan, SendPlan)
-    assert (plan.round_id, plan.num_tokens, plan.remaining_s) == ("0.0", 16, 30.0)
+    assert (plan.round_id, plan.divisor, plan.remaining_s) == ("0.0", 16, 30.0)
 
 
 def test_equal_bodies_make_a_version_and_train_its_slots_once() -> None:
