@@ -16,7 +16,7 @@ import structlog
 
 from coordinator import grading
 from coordinator.rewards import FAULT, Fault, Rewards, Value, one_by_one, total
-from coordinator.warm_child import WarmChild, once_more
+from coordinator.warm_child import WarmChild, over_losses
 from protocol.errors import HexcombError, UsageError
 from protocol.ids import Digest, TaskKey
 from protocol.run import EnvironmentSpec
@@ -86,9 +86,9 @@ class Grader:
 
     async def __aenter__(self) -> "Grader":
         try:
-            await once_more(self._warm.ready)
+            await over_losses(self._warm.ready)
             if self._rewards is not None:
-                await once_more(self._rewards.start)
+                await over_losses(self._rewards.start)
         except BaseException:
             await self.__aexit__()
             raise
@@ -161,7 +161,7 @@ class Grader:
 
     async def held_out(self, limit: int) -> list[Pair]:
         """At most `limit` held-out tasks with their prompts. Raises as `prompts` does."""
-        made = await once_more(lambda: self._ask(grading.HeldOut(limit), grading.Prompts))
+        made = await over_losses(lambda: self._ask(grading.HeldOut(limit), grading.Prompts))
         return [(TaskKey(*task), ids) for task, ids in zip(made.tasks, made.prompt_ids, strict=True)]
 
     async def replies(self, graded: Sequence[Graded]) -> list[PromptIds | str | None]:

@@ -16,6 +16,7 @@ from protocol.child import ChildProcess
 from protocol.errors import EngineError, UnreachableError
 
 START_DEADLINE_S = 60.0
+MAX_LOSSES = 4
 
 OpenedT = TypeVar("OpenedT", bound=msgspec.Struct)
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
@@ -86,10 +87,12 @@ class WarmChild(Generic[OpenedT]):
         return child
 
 
-async def once_more(ask: Callable[[], Awaitable[T]]) -> T:
-    """Asks again where the child was lost: what needs an answer when the coordinator starts must not hang on one."""
-    try:
-        return await ask()
-    except (EngineError, UnreachableError) as error:
-        log.error("the grader was lost, asking once more", why=error.sentence())
-        return await ask()
+async def over_losses(ask: Callable[[], Awaitable[T]]) -> T:
+    """Asks again where the child was lost: what needs an answer when the coordinator starts must not hang on one child.
+    One that is lost `MAX_LOSSES` times is at fault itself, and its error is raised."""
+    for number in range(1, MAX_LOSSES):
+        try:
+            return await ask()
+        except (EngineError, UnreachableError) as error:
+            log.error("the grader was lost, asking again", times=number, why=error.sentence())
+    return await ask()

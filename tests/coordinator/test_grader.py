@@ -12,6 +12,7 @@ import pytest_asyncio
 from coordinator import grader as grader_module
 from coordinator.grader import Grader
 from coordinator.grader_worker import MAX_WRITTEN_BYTES
+from coordinator.warm_child import MAX_LOSSES, over_losses
 from node.tokenizer import vocabulary_of, write_tokenizer
 from protocol.errors import EngineError, HexcombError, ModelMissingError, UnreachableError, UsageError
 from protocol.gym_tasks import make_environment
@@ -184,7 +185,7 @@ async def test_prompts_that_kill_or_freeze_the_child_are_errors_and_the_next_one
     assert prompt[-1] == 12
 
 
-async def test_a_child_lost_while_the_coordinator_starts_is_asked_once_more(toy: ToyGrader) -> None:
+async def test_a_child_lost_while_the_coordinator_starts_is_asked_again(toy: ToyGrader) -> None:
     before = toy.pid
     os.kill(before, signal.SIGSTOP)
     asking = asyncio.create_task(toy.held_out(3))
@@ -194,6 +195,24 @@ async def test_a_child_lost_while_the_coordinator_starts_is_asked_once_more(toy:
     assert toy.pid != before
     with pytest.raises(EngineError):
         await toy.held_out(14)  # the last of them ends the child, however often it is asked
+
+
+@pytest.mark.parametrize("num_losses", [MAX_LOSSES - 1, MAX_LOSSES])
+async def test_several_children_may_be_lost_one_after_the_other(num_losses: int) -> None:
+    outcomes: list[str | EngineError] = [EngineError("the child was lost")] * num_losses + ["made"]
+
+    async def ask() -> str:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, EngineError):
+            raise outcome
+        return outcome
+
+    if num_losses < MAX_LOSSES:
+        assert await over_losses(ask) == "made"
+    else:
+        with pytest.raises(EngineError):
+            await over_losses(ask)
+        assert outcomes == ["made"], "it was asked no more"
 
 
 async def test_a_child_that_cannot_start_leaves_rewards_missing(toy: ToyGrader) -> None:
