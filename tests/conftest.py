@@ -109,8 +109,10 @@ def pytest_testnodedown(node: Any) -> None:
     left_behind.extend(getattr(node, "workeroutput", {}).get("left_behind", []))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one folder run in one worker, and those that start swarms and engines never beside one another."""
+    """Tests of one folder run in one worker, and those that start swarms and engines never beside one another. First,
+    since a worker looks for the group by the same hook."""
     for item in items:
         area = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         item.add_marker(pytest.mark.xdist_group("processes" if area in OF_PROCESSES else area))
