@@ -66,7 +66,7 @@ types: ## mypy --strict over the packages
 
 .PHONY: tests
 tests: ## the tests that are not slow
-	$(call phase,pytest,$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --durations=10)
+	$(call phase,pytest,$(BIN)/python -m pytest -m "not slow" -n 2 --no-loadscope-reorder --durations=10)
 
 .PHONY: slow
 slow: setup ## the tests that take longer than about 20 seconds each

@@ -109,10 +109,17 @@ def pytest_testnodedown(node: Any) -> None:
     left_behind.extend(getattr(node, "workeroutput", {}).get("left_behind", []))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one folder run in one worker, and those that start swarms and engines never beside one another. First,
-    since a worker looks for the group by the same hook."""
-    for item in items:
-        area = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
-        item.add_marker(pytest.mark.xdist_group("processes" if area in OF_PROCESSES else area))
+def scope_of(nodeid: str) -> str:
+    """Tests of one folder run in one worker, and those that start swarms and engines never beside one another."""
+    area = nodeid.partition("::")[0].removeprefix("tests/").partition("/")[0]
+    return "processes" if area in OF_PROCESSES else area
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out whole scopes; the marks that pytest-xdist has for it do not reach its scheduler with this pytest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = scope_of
+    return scheduler

@@ -1,11 +1,30 @@
-"""Tests that run beside others do so by the groups of `tests/conftest.py`."""
+"""Tests that run in several workers do so by the scopes of `tests/conftest.py`."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from tests.house.tree import ROOT
 
-def test_a_worker_knows_the_group_of_its_tests(request: pytest.FixtureRequest) -> None:
-    """pytest-xdist puts the group behind the test's name, where it has seen one."""
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    assert request.node.nodeid.endswith("@house") == is_worker
+SOURCE = """
+import os, pathlib, pytest
+@pytest.mark.parametrize("number", range(4))
+def test_note(number):
+    (pathlib.Path(__file__).parent / f"{number}.txt").write_text(os.environ["PYTEST_XDIST_WORKER"])
+"""
+
+
+@pytest.mark.parametrize(("others", "num_workers"), [("network", 1), ("coordinator", 2)])
+def test_engines_and_swarms_share_a_worker(tmp_path: Path, others: str, num_workers: int) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    for area in ("engine", others):
+        (tmp_path / area).mkdir()
+        (tmp_path / area / f"test_{area}.py").write_text(SOURCE)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, timeout=60)
+    noted = {path.read_text() for path in tmp_path.rglob("*.txt")}
+    assert len(noted) == num_workers
