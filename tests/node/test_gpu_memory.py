@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import fields
 
 from node.compute.messages import Probe, StartRollout, StartTrainer
 from node.rollout import worker
@@ -63,4 +64,4 @@ async def test_the_rollout_job_hands_it_to_its_engine(tmp_path: Path, monkeypatc
 
 def test_orders_carry_no_limit_unless_one_is_set() -> None:
     assert Probe("x").gpu_memory_share == 0.0
-    assert StartTrainer.__struct_defaults__[-1] == 0.0
+    assert {field.name: field.default for field in fields(StartTrainer)}["gpu_memory_share"] == 0.0
