@@ -50,9 +50,7 @@ def _wire(keys: Sequence[TaskKey]) -> tuple[tuple[str, int, int], ...]:
 
 class Grader:
     """One child with the environment, and one with the reward functions if the plan has any; use as
-    `async with Grader(...)`. Prompts are cached, since each is asked for three times. The child does one thing at a
-    time, and is asked for one at a time: a deadline is for the work alone, and a child that ends takes one request
-    with it."""
+    `async with Grader(...)`. Prompts are cached, since each is asked for three times."""
 
     def __init__(
         self,
@@ -78,7 +76,6 @@ class Grader:
             check=self._check,
         )
         rewards_log = log_path.with_name("rewards.log")
-        self._turn = asyncio.Lock()
         self._rewards = Rewards(self.plan, run_dir=run_dir, log_path=rewards_log) if self.plan.functions else None
         self._prompts: OrderedDict[TaskKey, PromptIds] = OrderedDict()
         self._failures: dict[TaskKey, tuple[HexcombError, float]] = {}
@@ -227,8 +224,7 @@ class Grader:
         """The child's answer, for which a single task or completion has less time."""
         is_many = isinstance(request, grading.Open | grading.HeldOut) or len(request.tasks) != 1
         deadline_s = self._deadline_s if is_many else min(self._deadline_s, ONE_DEADLINE_S)
-        async with self._turn:
-            return await self._warm.request(request, reply, deadline_s=deadline_s)
+        return await self._warm.request(request, reply, deadline_s=deadline_s)
 
     def _check(self, opened: grading.Opened) -> None:
         """Raises `UsageError` where a child that is started anew would give other prompts than the one before it."""

@@ -151,20 +151,6 @@ async def test_a_completion_that_kills_the_child_takes_no_other_with_it(toy: Toy
     assert await toy.rewards("right") == [1.0]
 
 
-async def test_a_completion_that_kills_the_child_takes_no_other_request_with_it(toy: ToyGrader) -> None:
-    words = ("die", "right", "freeze", "right")
-    assert [*await asyncio.gather(*map(toy.rewards, words))] == [[None], [1.0], [None], [1.0]]
-
-
-async def test_a_deadline_is_for_the_work_and_not_for_the_wait(toy: ToyGrader) -> None:
-    """Each of these takes a fifth of what one request may take."""
-    pid = toy.pid
-    *slow, last = await asyncio.gather(*(toy.rewards("hang") for _ in range(8)), toy.rewards("right"))
-    assert slow == [[None]] * 8
-    assert last == [1.0]
-    assert toy.pid == pid
-
-
 async def test_a_child_killed_in_mid_batch_still_gives_one_answer_for_each(toy: ToyGrader) -> None:
     pid = toy.pid
     scoring = asyncio.create_task(toy.rewards("hang", *["right"] * 40, "wrong"))
