@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,8 +22,10 @@ from node.rollout.engine import Chunk, Sample, SampleRequest, Segment
 from node.rollout.measured import look
 from node.rollout.memory import BLOCK_TOKENS, NO_LIMITS, Limits, Room
 from node.rollout.model_files import ModelFacts, check_layout, read_layout, stage_model
+from node.rollout.vllm_process import EarlyContext, early_context
 from node.rollout.vllm_surroundings import (
     ENVIRONMENT,
+    NO_COMPILER,
     children_environment,
     make_folder,
     no_collection,
@@ -166,35 +169,39 @@ class VllmEngine:
         self._folder.cleanup()
 
     def _build(self, model_dir: Path, weights: Path) -> None:
-        """Imports vLLM, starts its process and waits until it has loaded the weights: about ten seconds, nine
-        tenths of which both processes import modules, one after the other."""
+        """Imports vLLM, starts its process and waits until it has loaded the weights: about ten seconds, most of which
+        both processes import modules."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         block_broken_extras()
-        facts, room = look(
-            model_dir,
-            weights,
-            max_num_seqs=self._max_num_seqs,
-            max_model_len=self._max_model_len,
-            limits=self._limits,
-        )
-        self._facts, self._max_num_seqs = facts, room.max_num_seqs
-        self._folder = make_folder()
-        try:
-            stage_model(Path(self._folder.name), model_dir, weights, tied=self._facts.tied)
-            with no_collection():
-                self._engine = self._launch(Path(self._folder.name), room)
-        except Exception as error:
-            self._folder.cleanup()
-            raise EngineError("vLLM did not start", why=str(error)) from error
+        with ExitStack() as undo:
+            self._folder = make_folder()
+            undo.callback(self._folder.cleanup)
+            folder = Path(self._folder.name)
+            early = undo.enter_context(early_context(folder))
+            self._facts, room = look(
+                model_dir,
+                weights,
+                max_num_seqs=self._max_num_seqs,
+                max_model_len=self._max_model_len,
+                limits=self._limits,
+            )
+            self._max_num_seqs = room.max_num_seqs
+            try:
+                stage_model(folder, model_dir, weights, tied=self._facts.tied)
+                with no_collection():
+                    self._engine = self._launch(folder, room, early)
+            except Exception as error:
+                raise EngineError("vLLM did not start", why=str(error)) from error
+            undo.pop_all()
 
-    def _launch(self, folder: Path, room: Room) -> Any:
+    def _launch(self, folder: Path, room: Room, early: EarlyContext | None) -> Any:
         """A running AsyncLLM on the checkpoint in `folder`."""
         import torch
 
         per_device: dict[str, Any] = {}
         if not torch.cuda.is_available():
-            os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # spares a C++ compiler and many seconds
+            os.environ.update(NO_COMPILER)
             per_device = {
                 "enforce_eager": True,
                 "block_size": BLOCK_TOKENS,  # the prefix cache works on short prompts too
@@ -206,7 +213,7 @@ class VllmEngine:
 
         from node.rollout.vllm_extension import own_entry
 
-        with children_environment(folder), own_entry():
+        with children_environment(folder), own_entry(early):
             arguments = AsyncEngineArgs(
                 model=str(folder),
                 dtype=self._facts.dtype,

@@ -8,10 +8,7 @@ Shapes: B rows, V vocabulary.
 
 import atexit
 import gc
-import multiprocessing
 import os
-import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,18 +21,20 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from node.rollout.noise import perturb
+from node.rollout.vllm_process import EarlyContext, watch_owner
 
-EXIT_ORPHANED = 1
 NOISE_KEY = "hexcomb"  # in a request's `extra_args`: (seed, first position, temperature)
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """The entry of the process, in place of vLLM's own: which is called once a watch on the owner is set, and with the
-    imports done for which garbage was not collected."""
+    imports done for which garbage was not collected. vLLM collects all of it thrice while it starts: what was imported
+    is not looked through for it."""
     from vllm.v1.engine.core import EngineCoreProc
 
+    watch_owner()
+    gc.freeze()
     gc.enable()
-    threading.Thread(target=_end_with_owner, name="hexcomb-owner-watch", daemon=True).start()
     try:
         EngineCoreProc.run_engine_core(*args, **kwargs)
     except SystemExit:  # the orderly end: all is released, and taking the interpreter apart would take seconds more
@@ -44,24 +43,19 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def own_entry() -> Iterator[None]:
-    """While it lasts, vLLM starts its process through `run_engine_core`."""
+def own_entry(early: EarlyContext | None) -> Iterator[None]:
+    """While it lasts, vLLM starts its process through `run_engine_core`, and takes the one that has begun early."""
+    from vllm.v1.engine import utils
     from vllm.v1.engine.core import EngineCoreProc
 
-    original = EngineCoreProc.run_engine_core
+    entry, make_context = EngineCoreProc.run_engine_core, utils.get_mp_context
     EngineCoreProc.run_engine_core = run_engine_core
+    if early is not None:
+        utils.get_mp_context = lambda: early
     try:
         yield
     finally:
-        EngineCoreProc.run_engine_core = original
-
-
-def _end_with_owner() -> None:
-    owner = multiprocessing.parent_process()
-    if owner:
-        owner.join()
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)  # the engine's own folder, which the owner made
-        os._exit(EXIT_ORPHANED)  # nobody is left to clean up for, and other threads may be deep in a kernel
+        EngineCoreProc.run_engine_core, utils.get_mp_context = entry, make_context
 
 
 class WorkerExtension:
