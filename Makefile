@@ -81,7 +81,7 @@ bench-coordinator: setup ## figures of the coordinator against their thresholds 
 	@$(BIN)/python -m tests.bench.coordinator $(PARTS)
 
 .PHONY: bench-rollout
-bench-rollout: setup ## figures of the rollout daemon against a bare engine (about fifteen minutes); PARTS="tiny real swap" for some
+bench-rollout: setup ## figures of the rollout daemon against a bare engine (about fifteen minutes); PARTS="tiny real swap engines" for some
 	@$(BIN)/python -m tests.bench.rollout $(PARTS)
 
 .PHONY: bench-gpu

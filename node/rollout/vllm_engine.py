@@ -174,11 +174,15 @@ class VllmEngine:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         block_broken_extras()
+        self._folder = make_folder()
         with ExitStack() as undo:
-            self._folder = make_folder()
             undo.callback(self._folder.cleanup)
-            folder = Path(self._folder.name)
-            early = undo.enter_context(early_context(folder))
+            self._engine = self._begin(Path(self._folder.name), model_dir, weights)
+            undo.pop_all()
+
+    def _begin(self, folder: Path, model_dir: Path, weights: Path) -> Any:
+        """A running AsyncLLM whose files are in `folder`."""
+        with early_context(folder) as early:
             self._facts, room = look(
                 model_dir,
                 weights,
@@ -190,10 +194,9 @@ class VllmEngine:
             try:
                 stage_model(folder, model_dir, weights, tied=self._facts.tied)
                 with no_collection():
-                    self._engine = self._launch(folder, room, early)
+                    return self._launch(folder, room, early)
             except Exception as error:
                 raise EngineError("vLLM did not start", why=str(error)) from error
-            undo.pop_all()
 
     def _launch(self, folder: Path, room: Room, early: EarlyContext | None) -> Any:
         """A running AsyncLLM on the checkpoint in `folder`."""

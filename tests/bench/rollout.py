@@ -21,7 +21,7 @@ from tests.bench.fed_daemon import Fed, Plan, feed
 from tests.bench.parts import run_parts
 from tests.bench.table import Figure, at_least, at_most, reported
 
-PARTS = ("tiny", "real", "swap")
+PARTS = ("tiny", "real", "swap", "engines")
 BARE_DEADLINE_S = 600.0
 NUM_PAIRS = 2
 PLANS = {"tiny": Plan(groups=256, max_new_tokens=64), "real": Plan(groups=8, max_new_tokens=64)}
@@ -79,8 +79,8 @@ def _share_same(fed: Fed, bare: Bare) -> float:
 def part(name: str) -> list[Figure]:
     """The figures of one part."""
     models = importlib.import_module("tests.bench.models")
-    if name == "swap":
-        return list(importlib.import_module("tests.bench.swap").figures())
+    if name in ("swap", "engines"):
+        return list(importlib.import_module(f"tests.bench.{name}").figures())
     return speed(name, models.base(name))
 
 
