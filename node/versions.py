@@ -34,6 +34,8 @@ MANIFEST_DEADLINE_S = 10.0
 MAX_ANNOUNCED = 8
 RETIRED_BYTES = 256 << 20
 """Room for chunks of retired versions; two versions' worth where that is more."""
+MANIFESTS_KEPT = 100
+"""Of retired versions. A chunk whose manifest is gone goes with it: after a restart nobody would know whose it was."""
 
 HolderSource = Callable[[Version], Awaitable[Sequence[Holder]]]
 """Finds holders by asking now, of whoever may know."""
@@ -196,26 +198,34 @@ class Versions:
         return self._require(version)
 
     async def retire(self, *, keep_from: Version, now_s: float) -> None:
-        """Forgets the bytes of versions before `keep_from`; manifests stay known for their seeds and their
-        chain. What no manifest names stays for a while: it may be the next version. So does, within
-        `RETIRED_BYTES`, what somebody who is slow may be fetching still."""
+        """Forgets the bytes of versions before `keep_from`; of the last `MANIFESTS_KEPT` of them manifests stay known
+        for their seeds and their chain, and as long as they do what somebody who is slow may be fetching still, within
+        `RETIRED_BYTES`. What no manifest names stays for a while: it may be the next version."""
+        forgotten = set[Digest]()
         for version in [version for version in self._known if version < keep_from]:
+            chunks = self._known[version].body.chunks
             if version >= self._kept_from:
-                self._retired.update(self._known[version].body.chunks)
+                self._retired.update(chunks)
             self._held.discard(version)
             self.weights_path(version).unlink(missing_ok=True)
             self._holders.pop(version, None)
             self._fetching.pop(version, None)
-            if version < keep_from - 100:
+            if version < keep_from - MANIFESTS_KEPT:
+                forgotten.update(chunks)
                 del self._known[version], self._signed[version]
                 (self._manifests / f"{version}.msgpack").unlink(missing_ok=True)
         bodies = [manifest.body for version, manifest in self._known.items() if version >= keep_from]
         keep = {digest for body in bodies for digest in (*body.chunks, *(file.digest for file in body.files))}
         self._kept_from = keep_from
+        for manifest in self._known.values() if forgotten else ():
+            forgotten.difference_update(manifest.body.chunks)
         room = max(RETIRED_BYTES, 2 * sum(tensor.num_bytes for tensor in bodies[-1].tensors) if bodies else 0)
-        clean = self.blobs.delete_unreferenced
-        await asyncio.to_thread(clean, keep, now_s=now_s, retired=self._retired - keep, retired_bytes=room)
-        self._retired.intersection_update(await asyncio.to_thread(lambda: set(self.blobs.digests())))
+        await asyncio.to_thread(self._clean, keep, now_s=now_s, room=room, forgotten=forgotten)
+
+    def _clean(self, keep: set[Digest], *, now_s: float, room: int, forgotten: set[Digest]) -> None:
+        self.blobs.delete(forgotten)
+        self.blobs.delete_unreferenced(keep, now_s=now_s, retired=self._retired - keep, retired_bytes=room)
+        self._retired.intersection_update(set(self.blobs.digests()))
 
     async def _fetch_from(self, version: Version, holders: Sequence[Holder]) -> None:
         if not holders:

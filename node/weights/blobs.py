@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from protocol.errors import ChunkCorruptError, ChunkMissingError
@@ -84,6 +84,11 @@ class BlobStore:
         for entry in os.scandir(self.folder):
             if is_digest(entry.name):
                 yield Digest(entry.name)
+
+    def delete(self, digests: Iterable[Digest]) -> None:
+        """Removes these chunks, as far as they are here."""
+        for digest in digests:
+            self._path(digest).unlink(missing_ok=True)
 
     def delete_unreferenced(
         self,

@@ -179,6 +179,25 @@ async def test_disk_stays_bounded_however_fast_versions_come(node_home: Home, mo
     assert len(list(versions.blobs.digests())) < 12
 
 
+async def test_chunks_do_not_outlive_the_manifest_that_names_them(
+    node_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that was away long drops old manifests; killed then, it would not know again whose their chunks were.
+    What a newer manifest still names stays."""
+    monkeypatch.setattr("node.versions.MANIFESTS_KEPT", 3)
+    versions = versions_of(node_home)
+    bodies, last = list[Body](), None
+    for number, value in ((0, 0.0), (1, 1.0), (2, 2.0), (8, 2.0)):
+        bodies.append(make_body(number, value, versions.blobs, bodies[-1].root if bodies else None))
+        last = signed(bodies[-1], last)
+        versions.learn(last)
+        await versions.fetch(Version(number))
+    assert set(bodies[2].chunks) == set(bodies[3].chunks)
+    await versions.retire(keep_from=Version(8), now_s=time.time())
+    assert set(versions.blobs.digests()) == set(bodies[3].chunks)
+    assert versions_of(node_home).held == [8]
+
+
 async def test_what_a_killed_daemon_left_half_written_is_removed(node_home: Home) -> None:
     folder = versions_of(node_home).weights_path(Version(0)).parent
     (folder / ".v0.safetensors.0a.tmp").write_bytes(b"half")
