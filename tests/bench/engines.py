@@ -15,7 +15,7 @@ from protocol.ids import Version
 from tests.bench import models
 from tests.bench.table import Figure, reported
 
-NUM_SAMPLES, NUM_TOKENS, NUM_TURNS = 16, 128, 5
+NUM_SAMPLES, NUM_TOKENS, NUM_TURNS = 16, 48, 3
 MODELS, ENGINES = ("tiny", "real"), ("vllm", "transformers")
 
 

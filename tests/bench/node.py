@@ -23,8 +23,8 @@ from tests.network.swarm import RUN_FILE, Swarm
 
 MAX_DAEMON_BYTES = 80e6
 MAX_STATUS_S = 0.5
-MAX_START_S = {"transformers": 15.0, "vllm": 15.0}
-"""Of the tiny model, self-test included."""
+MAX_START_S = 15.0
+"""Of an engine with the tiny model, self-test included, while nothing else starts."""
 
 MIN_CHILDREN = {"transformers": 2, "vllm": 3}
 """Directory and engine; vLLM's engine has a process of its own below that."""
@@ -84,6 +84,19 @@ def is_running(pid: int, what: str) -> bool:
         return False
 
 
+def restart_s(swarm: Swarm, pid: int, *, first_s: float) -> float:
+    """How long the engine takes when it is started anew, its process having been killed."""
+    children = psutil.Process(pid).children(recursive=True)
+    next(child for child in children if "node.compute.worker" in child.cmdline()).kill()
+
+    def started_again() -> dict[str, Any]:
+        said = status(swarm.folder / "node")
+        return said if said and said["engine_start_s"] not in (None, first_s) else {}
+
+    took_s: float = swarm.wait_for("the engine to be back", started_again, deadline_s=240)["engine_start_s"]
+    return took_s
+
+
 def survivors_of_kill(swarm: Swarm, pid: int) -> tuple[int, int, float]:
     """How many processes the daemon had, how many of them were left in time, and when the last had gone."""
     children = family(pid)
@@ -108,6 +121,7 @@ def figures(folder: Path, *, engine: str) -> list[Figure]:
         resident_bytes = psutil.Process(pid).memory_info().rss
         times = status_times(folder / "node")
         bare_s = statistics.median(wall_times("-c", "pass"))
+        alone_s = restart_s(swarm, pid, first_s=said["engine_start_s"])
         num_children, num_left, took_s = survivors_of_kill(swarm, pid)
     finally:
         swarm.stop()
@@ -116,9 +130,8 @@ def figures(folder: Path, *, engine: str) -> list[Figure]:
     anchor = f"after joining, measuring and {num_taken} accepted rollouts; without its children"
     slowest = f"wall clock, median of {NUM_STATUS}, slowest {max(times):.2f} s"
     found = [
-        at_most(
-            "start", said["engine_start_s"], MAX_START_S[engine], unit="s", anchor="tiny model, self-test included"
-        ),
+        at_most("engine's start", alone_s, MAX_START_S, unit="s", anchor="tiny model, self-test included"),
+        reported("its first start", said["engine_start_s"], unit="s", anchor="while the directory starts, too"),
         at_most("daemon's resident memory", resident_bytes / 1e6, MAX_DAEMON_BYTES / 1e6, unit="MB", anchor=anchor),
         at_most("hexcomb status", statistics.median(times), MAX_STATUS_S, unit="s", anchor=slowest),
         reported("an interpreter that does nothing", bare_s, unit="s", anchor="the same, just after"),
