@@ -84,6 +84,10 @@ bench-coordinator: setup ## figures of the coordinator against their thresholds 
 bench-rollout: setup ## figures of the rollout daemon against a bare engine (about fifteen minutes); PARTS="tiny real swap engines" for some
 	@$(BIN)/python -m tests.bench.rollout $(PARTS)
 
+.PHONY: bench-training
+bench-training: setup ## figures of averaging gradients against other ways to do it (twenty minutes); PARTS="averaging exactness" for some
+	@$(BIN)/python -m tests.bench.training $(PARTS)
+
 .PHONY: bench-gpu
 bench-gpu: ## on a machine with CUDA, in .venv-gpu: the seeded noise bit for bit, and demo-real on the GPU
 	@bash deploy/setup.sh --venv .venv-gpu gpu,real,dev
