@@ -86,6 +86,6 @@ def figures() -> list[Figure]:
             "shards and messages of any size that give the same bits",
             num_equal / len(cuts),
             1.0,
-            anchor=f"{min(SHARDS)} to {max(SHARDS)} shards, messages of {min(MESSAGE_SIZES):,} to {MESSAGE_BYTES:,} bytes",
+            anchor=f"{min(SHARDS)} to {max(SHARDS)} shards, messages of {min(MESSAGE_SIZES)} to {MESSAGE_BYTES} bytes",
         ),
     ]
