@@ -14,6 +14,7 @@ MAX_ERROR = 1e-5
 class Turn:
     """One round of one side. `round_s` is the round's time as the bench defines it, `stepped_s` that with optimizer
     step and settled state, `whole_s` that with the version stored as well (hexcomb alone); `seek_s` is matchmaking;
+    of `round_s` the own gradient's check takes `check_s`, the exchange `exchange_s`, the commit `commit_s`;
     `share_differing` are the values that are not the same in all members; `num_replaced` are the shards for which the
     owner's bytes had to win."""
 
@@ -23,10 +24,20 @@ class Turn:
     stepped_s: float = 0.0
     whole_s: float = 0.0
     seek_s: float = 0.0
+    check_s: float = 0.0
+    exchange_s: float = 0.0
+    commit_s: float = 0.0
     is_same: bool = True
     error: float = 0.0
     share_differing: float = 0.0
     num_replaced: int = 0
+
+
+PARTS: tuple[tuple[str, Callable[[Turn], float]], ...] = (
+    ("the own gradient's check", lambda turn: turn.check_s),
+    ("the exchange", lambda turn: turn.exchange_s),
+    ("the commit", lambda turn: turn.commit_s),
+)
 
 
 def figures_of(turns: Sequence[Turn]) -> list[Figure]:
@@ -45,6 +56,7 @@ def _figures_of_group(turns: Sequence[Turn], name: str) -> list[Figure]:
     theirs_s, bare_s, gloo_s = (median(turn.round_s for turn in side) for side in (hivemind, bare, gloo))
     what = "signed plan to average at all, every check, and the commit"
     with_step = f"{_shown(ours, lambda turn: turn.stepped_s)}: the same with AdamW and settled state"
+    parts = ", ".join(f"{median(map(part, ours)):.2f} s {of_what}" for of_what, part in PARTS)
     against = f"hivemind 1.1.12 {_shown(hivemind)}, trigger to average, no commit"
     beside = f"mutual TLS, same bytes and ways, no checks: {_shown(bare)}"
     same = sum(turn.is_same for turn in ours) / len(ours)
@@ -55,7 +67,7 @@ def _figures_of_group(turns: Sequence[Turn], name: str) -> list[Figure]:
             theirs_s / plain,
             1.5,
             unit="x",
-            anchor=f"{_shown(ours)}: {what}; {against}",
+            anchor=f"{_shown(ours)}: {what} ({parts}); {against}",
         ),
         reported(f"{name} with step and state", theirs_s / stepped, unit="x", anchor=f"{with_step}; {against}"),
         reported(
