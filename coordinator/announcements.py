@@ -148,6 +148,7 @@ class Announcer:
             shards=effect.shards,
             divisor=effect.divisor,
             deadline_ms=self._clock() + int(effect.remaining_s * 1000),
+            wire=self._spec.wire,
         )
         signed = sign_plan(self._home.identity, plan)
         document = common_pb2.SignedDocument(payload=signed.payload, signature=signed.signature)

@@ -20,7 +20,7 @@ from protocol.errors import HexcombError, UnknownSettingError, UsageError
 from protocol.ids import RunId
 from protocol.invite import MAX_ADDRESSES
 from protocol.loss import Advantage, Aggregation, LossSpec, Preset, default_aggregation
-from protocol.run import EnvironmentSpec, OptimizerSpec, RunSpec, SamplingContract, Staleness
+from protocol.run import EnvironmentSpec, OptimizerSpec, RunSpec, SamplingContract, Staleness, Wire
 from protocol.tokens import Tokenizer
 
 
@@ -94,6 +94,12 @@ class LossSection(Section):
         return LossSpec(self.preset, named, aggregation, self.advantage, max_tokens)
 
 
+class AveragingSection(Section):
+    """`[averaging]`: as what gradients and their averages travel between trainers."""
+
+    wire: Wire = "f32"
+
+
 class NodesSection(Section):
     """`[nodes]`: how many are expected, and pinned counts of roles."""
 
@@ -159,6 +165,7 @@ class RunFile(Section):
     batch: BatchSection = BatchSection()
     optimizer: OptimizerSection = OptimizerSection()
     loss: LossSection = LossSection()
+    averaging: AveragingSection = AveragingSection()
     nodes: NodesSection = NodesSection()
     limits: LimitsSection = LimitsSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -208,6 +215,7 @@ class RunFile(Section):
             piece_tokens=self.limits.piece_tokens,
             piece_s=self.limits.piece_s,
             loss=self.loss.spec(max_tokens=self.sampling.max_new_tokens),
+            wire=self.averaging.wire,
         )
         return Rules(
             spec=spec,

@@ -11,6 +11,7 @@ import msgspec
 from protocol.errors import RoundStaleError, UnauthenticatedError
 from protocol.ids import Digest, PeerId, RoundId, RunId, Version
 from protocol.keys import Identity, verify
+from protocol.run import Wire
 
 KIND = "round-plan"
 
@@ -35,7 +36,7 @@ class Shard:
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
     """Turns `base_version` into the next. The sum over the whole batch is divided by `divisor`, whatever the
-    shares: its live tokens, or what the run's loss counts instead."""
+    shares: its live tokens, or what the run's loss counts instead. Parts and averages travel as `wire` says."""
 
     run_id: RunId
     round_id: RoundId
@@ -45,6 +46,7 @@ class RoundPlan:
     shards: tuple[Shard, ...]
     divisor: int
     deadline_ms: int
+    wire: Wire = "f32"
 
 
 @dataclass(frozen=True, slots=True)

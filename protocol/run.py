@@ -18,6 +18,9 @@ Staleness = Literal["mask_tokens", "drop", "wait"]
 """What becomes of tokens whose lag is over the bound at the cut: masked alone, dropped with their whole rollout, or
 avoided by waiting for the slots that would come to hold them."""
 
+Wire = Literal["f32", "bf16"]
+"""As what gradients and their averages travel between trainers: float32, or bfloat16 at half the bytes."""
+
 
 Params = dict[str, int | float | str | bool]
 
@@ -117,6 +120,7 @@ class RunSpec:
     piece_tokens: int = 32
     piece_s: float = 1.0
     loss: LossSpec = field(default_factory=LossSpec)
+    wire: Wire = "f32"
 
     def to_bytes(self) -> bytes:
         """The spec as msgpack."""

@@ -2,7 +2,8 @@
 asyncio.
 
 Invariants: every wait ends at a deadline from the plan, and what raises then names who was waited for; the
-average is the bytes that its owner sent, for the owner too; where a member's own new state differs in a bit
+average is the bytes that its owner sent, for the owner too, and each part is rounded to the plan's wire before it is
+added, whoever owns the shard; where a member's own new state differs in a bit
 from that of a shard's owner, the owner's bytes win; nothing that is in force changes here.
 
 Shape letters: P parameters, S elements of one shard.
@@ -16,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from node.training.links import Links, RoundLinks, writable_bytes
+from node.training.links import Links, RoundLinks
 from node.training.open_round import OpenRound, blame, settled
 from node.training.optimizer import (
     OptimizerState,
@@ -33,9 +34,10 @@ from node.training.shards import (
     reduce_parts,
     shard_state,
 )
+from node.training.wire import landing, round_in_place, unpack_landed
 from protocol.errors import HexcombError, PartRefusedError, RolloutMalformedError, RoundStaleError
 from protocol.ids import PeerId
-from protocol.run import OptimizerSpec
+from protocol.run import OptimizerSpec, Wire
 from protocol.v1 import peer_pb2
 
 MARGIN_SHARE, MAX_MARGIN_S = 0.1, 2.0
@@ -137,7 +139,7 @@ class RoundWork:
                 gradient_P = await gradient()
         except TimeoutError:
             raise self._links.blame(me, "its own gradient was not ready in time") from None
-        if not await self._heavy(_is_finite, gradient_P):
+        if not await self._heavy(_rounded_to_finite, gradient_P, self._round.plan.wire):
             raise self._links.blame(me, "its own gradient is not finite")
         return gradient_P
 
@@ -160,7 +162,8 @@ class RoundWork:
     async def _reduce(self, index: int) -> None:
         """The owner's work on one shard."""
         parts = await self._round.collect(index, until=self._deadlines.parts)
-        average = await self._heavy(reduce_parts, parts, divisor=self._round.plan.divisor)
+        plan = self._round.plan
+        average = await self._heavy(reduce_parts, parts, divisor=plan.divisor, wire=plan.wire)
         if self._round.failure is None:
             self._round.averages[index].set_result(average)
 
@@ -175,8 +178,9 @@ class RoundWork:
                 raise self._links.blame(owner, "its own shard was not averaged in time") from None
             into_S[:] = average.gradient_S
             return average.squared_norm
-        content = peer_pb2.SHARD_CONTENT_AVERAGE
-        squared_norm = await self._links.fetch(index, content, writable_bytes(into_S), until=until)
+        content, wire = peer_pb2.SHARD_CONTENT_AVERAGE, self._round.plan.wire
+        squared_norm = await self._links.fetch(index, content, landing(into_S, wire), until=until)
+        await self._heavy(unpack_landed, into_S, wire)
         await self._accept(owner, check_average, Average(into_S, squared_norm))
         return squared_norm
 
@@ -204,7 +208,7 @@ class RoundWork:
             return False
         size = mine.state.num_elements
         theirs = np.empty(3 * size, np.float32)
-        await self._links.fetch(index, peer_pb2.SHARD_CONTENT_STATE, writable_bytes(theirs), until=until)
+        await self._links.fetch(index, peer_pb2.SHARD_CONTENT_STATE, landing(theirs, "f32"), until=until)
         state = OptimizerState(theirs[:size], theirs[size : 2 * size], theirs[2 * size :])
         sent = ShardState(state, type(mine.digest)(digest.hex()))
         await self._accept(owner, check_state, sent, mine.state, rate=rate)
@@ -246,5 +250,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-def _is_finite(vector: Vector) -> bool:
-    return bool(np.isfinite(vector).all())
+def _rounded_to_finite(gradient_P: Vector, wire: Wire) -> bool:
+    """Makes a member's gradient what the wire carries, in place; whether it is finite then."""
+    round_in_place(gradient_P, wire)
+    return bool(np.isfinite(gradient_P).all())

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import grpc
-import numpy as np
 
 from node.training.open_round import OpenRound, blame, suspects_of
-from node.training.optimizer import Vector, bytes_of
+from node.training.optimizer import Vector
+from node.training.wire import messages_of, pack
 from protocol.errors import PartConflictError, RoundStaleError, UnreachableError
 from protocol.grpc_errors import from_rpc_error
 from protocol.grpc_reads import read_message
@@ -23,7 +23,6 @@ from protocol.v1 import peer_pb2
 from protocol.v1.peer_pb2_grpc import PeerServiceStub
 
 DIAL_S = 3.0
-MESSAGE_BYTES = 512 << 10
 
 T = TypeVar("T")
 ChannelFactory = Callable[[Member], grpc.aio.Channel]
@@ -66,7 +65,7 @@ class RoundLinks:
             await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
 
     async def push(self, shard: int, part_S: Vector, *, until: float) -> None:
-        """Sends this member's part to the shard's owner."""
+        """Sends this member's part, which is rounded to what the wire carries, to the shard's owner."""
         owner, stub = self._plan.shards[shard].owner, self._stub(shard)
 
         async def attempt() -> None:
@@ -128,14 +127,10 @@ class RoundLinks:
             raise self.blame(peer_id, f"{peer_id} does not answer at its endpoint") from None
 
     async def _messages(self, shard: int, part_S: Vector) -> AsyncIterator[peer_pb2.PushGradientRequest]:
-        data = bytes_of(part_S)
-        for offset in range(0, max(len(data), 1), MESSAGE_BYTES):
-            yield peer_pb2.PushGradientRequest(
-                round_id=self._plan.round_id,
-                shard=shard,
-                offset=offset,
-                data=bytes(data[offset : offset + MESSAGE_BYTES]),
-            )
+        offset = 0
+        for data in messages_of(pack(part_S, self._plan.wire)):
+            yield peer_pb2.PushGradientRequest(round_id=self._plan.round_id, shard=shard, offset=offset, data=data)
+            offset += len(data)
 
     def _blame(self, peer_id: PeerId, error: grpc.aio.AioRpcError) -> RoundStaleError:
         """What a failed call to a member means: it names its suspects, or is one."""
@@ -162,11 +157,6 @@ async def _read(
     finally:
         call.cancel()
     return squared_norm if position == len(into) else None
-
-
-def writable_bytes(vector: Vector) -> memoryview:
-    """A writable view of the bytes of a contiguous float32 vector."""
-    return vector.view(np.uint8).data
 
 
 def _seconds_until(until: float) -> float:

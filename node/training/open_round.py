@@ -90,7 +90,7 @@ class OpenRound:
         if key in self._intakes:
             self._intakes[key].supersede()
         bounds = self.plan.shards[shard]
-        self._intakes[key] = PartIntake(bounds.stop - bounds.start, sender=sender)
+        self._intakes[key] = PartIntake(bounds.stop - bounds.start, self.plan.wire, sender=sender)
         return self._intakes[key]
 
     def deliver(self, shard: int, sender: PeerId, part_S: Vector) -> None:

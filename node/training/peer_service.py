@@ -8,12 +8,15 @@ or the round's.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
+
 from node.training.open_round import OpenRound, RoundBook, blame, settled
-from node.training.optimizer import Moments, Vector, bytes_of
+from node.training.optimizer import Moments
+from node.training.wire import messages_of, pack
 from node.weights.service import UnservedPeer
 from protocol.errors import HexcombError, NoWorkError, PartRefusedError, RoundStaleError, VersionTooOldError
 from protocol.grpc_errors import abort_with
@@ -21,7 +24,6 @@ from protocol.ids import PeerId, RoundId, Version
 from protocol.tls import caller_of
 from protocol.v1 import peer_pb2
 
-MESSAGE_BYTES = 512 << 10
 MAX_CALL_S = 600.0
 MAX_CONCURRENT_STATES = 2
 HANG_UP_S = 0.5
@@ -60,8 +62,9 @@ class TrainerPeer(UnservedPeer):
             opened.check_member(caller)
             async with asyncio.timeout(opened.remaining_s):
                 squared_norm, parts = await _stage(opened, request)
-                for data in _pieces(parts):
-                    yield peer_pb2.FetchShardResponse(data=data, squared_norm=squared_norm)
+                for part in parts:
+                    for data in messages_of(part):
+                        yield peer_pb2.FetchShardResponse(data=data, squared_norm=squared_norm)
 
     async def FetchOptimizer(
         self, request: peer_pb2.FetchOptimizerRequest, context: Any
@@ -75,8 +78,9 @@ class TrainerPeer(UnservedPeer):
             if self._states_room.locked():
                 raise NoWorkError("the optimizer's state was not served", why="others are being served")
             async with asyncio.timeout(MAX_CALL_S), self._states_room:
-                for data in _pieces([bytes_of(vector) for vector in moments]):
-                    yield peer_pb2.FetchOptimizerResponse(data=data)
+                for vector in moments:
+                    for data in messages_of(pack(vector, "f32")):
+                        yield peer_pb2.FetchOptimizerResponse(data=data)
 
     def _caller(self, context: Any) -> PeerId:
         return caller_of(context, coordinator_key=self._coordinator_key, now_ms=int(time.time() * 1000))
@@ -119,32 +123,22 @@ async def _take_part(
         raise
 
 
-async def _stage(opened: OpenRound, request: peer_pb2.FetchShardRequest) -> tuple[float, list[memoryview]]:
-    """Squared norm and bytes of what is asked for; waits for it until the round's deadline."""
+async def _stage(opened: OpenRound, request: peer_pb2.FetchShardRequest) -> tuple[float, list[np.ndarray[Any, Any]]]:
+    """Squared norm and content of what is asked for; waits for it until the round's deadline."""
     if request.shard not in opened.averages:
         raise PartRefusedError(f"shard {request.shard} was not served", why="it is not owned here")
     match request.content:
         case peer_pb2.SHARD_CONTENT_AVERAGE:
             average = await settled(opened.averages[request.shard], until=opened.deadline)
-            return average.squared_norm, [bytes_of(average.gradient_S)]
+            return average.squared_norm, [pack(average.gradient_S, opened.plan.wire)]
         case peer_pb2.SHARD_CONTENT_STATE_DIGEST:
             named = await settled(opened.states[request.shard], until=opened.deadline)
-            return 0.0, [memoryview(bytes.fromhex(named.digest))]
+            return 0.0, [np.frombuffer(bytes.fromhex(named.digest), np.uint8)]
         case peer_pb2.SHARD_CONTENT_STATE:
             state = (await settled(opened.states[request.shard], until=opened.deadline)).state
-            vectors: list[Vector] = [state.weights_P, state.first_P, state.second_P]
-            return 0.0, [bytes_of(vector) for vector in vectors]
+            return 0.0, [pack(vector, "f32") for vector in (state.weights_P, state.first_P, state.second_P)]
         case _:
             raise PartRefusedError("a shard was not served", why="what is wanted of it is not known")
-
-
-def _pieces(parts: list[memoryview]) -> Iterator[bytes]:
-    """The parts' bytes as messages; one empty message where there are none."""
-    if not any(len(part) for part in parts):
-        yield b""
-    for part in parts:
-        for start in range(0, len(part), MESSAGE_BYTES):
-            yield bytes(part[start : start + MESSAGE_BYTES])
 
 
 def _hung_up(context: Any) -> asyncio.Event:

@@ -2,8 +2,9 @@
 (numpy).
 
 Invariants: a part enters only whole, in order, finite and of the declared length; parts are added in
-float64 in the plan's member order, divided by the plan's token count there, and rounded to float32 once, so
-that the average hangs neither on the order of arrival nor on how the batch was split (to about 1e-7);
+float64 in the plan's member order, divided by the plan's divisor there, and rounded once to what the wire
+carries, so that the average hangs neither on the order of arrival nor on how the batch was split (to about
+1e-7 in float32);
 nothing a sender says about its own weight is read.
 
 Shape letters: S elements of one shard.
@@ -15,12 +16,13 @@ from typing import NoReturn
 
 import numpy as np
 
-from node.training.optimizer import BLOCK_ELEMENTS, WIRE_DTYPE, OptimizerState, Vector, digest_of_vectors
+from node.training.optimizer import BLOCK_ELEMENTS, OptimizerState, Vector, digest_of_vectors
+from node.training.wire import ITEM_BYTES, round_in_place, unpack
 from protocol.errors import EngineError, PartConflictError, PartRefusedError, RootMismatchError, RoundStaleError
 from protocol.ids import Digest, PeerId, RoundId, Version
 from protocol.round import RoundPlan
+from protocol.run import Wire
 
-ITEM_BYTES = WIRE_DTYPE.itemsize
 NORM_TOLERANCE = 1e-6
 WEIGHT_TOLERANCE, RATE_TOLERANCE, MOMENT_TOLERANCE = 1e-6, 1e-2, 1e-4
 
@@ -42,11 +44,13 @@ class ShardState:
 
 
 class PartIntake:
-    """One member's part of one shard as it arrives: `num_elements` float32 values, without holes."""
+    """One member's part of one shard as it arrives: `num_elements` values as `wire` says, without holes."""
 
-    def __init__(self, num_elements: int, *, sender: PeerId) -> None:
+    def __init__(self, num_elements: int, wire: Wire, *, sender: PeerId) -> None:
         self.sender = sender
-        self._bytes = bytearray(num_elements * ITEM_BYTES)
+        self._wire, self._item_bytes = wire, ITEM_BYTES[wire]
+        self._part_S = np.empty(num_elements, np.float32)
+        self._num_bytes = num_elements * self._item_bytes
         self._position = 0
         self._is_open = True
 
@@ -56,22 +60,24 @@ class PartIntake:
         Raises `PartRefusedError` on a hole, too many bytes, or a value that is not finite.
         """
         self._check_open()
-        if offset != self._position or len(data) % ITEM_BYTES:
+        if offset != self._position or len(data) % self._item_bytes:
             self._refuse(f"bytes {offset} to {offset + len(data)} do not follow byte {self._position}")
-        if offset + len(data) > len(self._bytes):
-            self._refuse(f"it is longer than the {len(self._bytes)} bytes of the shard")
-        if not np.isfinite(np.frombuffer(data, WIRE_DTYPE)).all():
+        if offset + len(data) > self._num_bytes:
+            self._refuse(f"it is longer than the {self._num_bytes} bytes of the shard as {self._wire}")
+        values = unpack(data, self._wire)
+        if not np.isfinite(values).all():
             self._refuse("a value in it is not finite")
-        self._bytes[offset : offset + len(data)] = data
+        start = offset // self._item_bytes
+        self._part_S[start : start + len(values)] = values
         self._position += len(data)
 
     def finish(self) -> Vector:
         """The whole part, once. Raises `PartRefusedError` if it is shorter than the shard."""
         self._check_open()
-        if self._position != len(self._bytes):
-            self._refuse(f"it ended after {self._position} of {len(self._bytes)} bytes")
+        if self._position != self._num_bytes:
+            self._refuse(f"it ended after {self._position} of {self._num_bytes} bytes as {self._wire}")
         self._is_open = False
-        return np.frombuffer(self._drain(), WIRE_DTYPE).astype(np.float32, copy=False)
+        return self._drain()
 
     def supersede(self) -> None:
         """Gives way to a second attempt of the sender. Raises `PartConflictError` if the part was whole."""
@@ -79,9 +85,9 @@ class PartIntake:
         self._is_open = False
         self._drain()
 
-    def _drain(self) -> bytearray:
-        data, self._bytes = self._bytes, bytearray()
-        return data
+    def _drain(self) -> Vector:
+        part_S, self._part_S = self._part_S, np.empty(0, np.float32)
+        return part_S
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -91,9 +97,9 @@ class PartIntake:
         raise PartRefusedError(f"the part of {self.sender} was refused", why=why)
 
 
-def reduce_parts(parts: Sequence[Vector], *, divisor: int) -> Average:
-    """The sum of the members' parts over `divisor`, rounded once. Raises `EngineError` if it is not
-    finite.
+def reduce_parts(parts: Sequence[Vector], *, divisor: int, wire: Wire = "f32") -> Average:
+    """The sum of the members' parts over `divisor`, rounded to what the wire carries. Raises `EngineError` if it
+    is not finite then.
     """
     average_S = np.empty(len(parts[0]), np.float32)
     squared_norm = 0.0
@@ -105,9 +111,10 @@ def reduce_parts(parts: Sequence[Vector], *, divisor: int) -> Average:
                 total += part[where]
             total /= divisor
             average_S[where] = total
+            round_in_place(average_S[where], wire)
             squared_norm += _squared_norm(average_S[where])
     if not np.isfinite(squared_norm) or not np.isfinite(average_S).all():
-        raise EngineError("the averaged gradient is not finite", why="its sum is out of float32's range")
+        raise EngineError("the averaged gradient is not finite", why=f"its sum is out of the range of {wire}")
     return Average(average_S, squared_norm)
 
 

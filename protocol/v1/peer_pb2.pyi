@@ -146,7 +146,7 @@ class PushGradientRequest(message.Message):
     offset: builtins.int
     """Position of the first byte within the shard."""
     data: builtins.bytes
-    """Sums of gradients, little-endian float32."""
+    """Sums of gradients, little-endian, as the plan's `wire` says."""
     def __init__(
         self,
         *,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,9 +11,10 @@ import pytest
 from coordinator.authority import Authority
 from coordinator.batches import Cutter
 from coordinator.core.events import RolloutSubmitted, WorkRequested
+from coordinator.grader import Grader
 from coordinator.hearsay import MAX_METRICS
 from node.control import ControlClient
-from node.orders import RoundAborted
+from node.orders import RoundAborted, RoundSealed
 from protocol.certificates import Leaf, anchor_pem, certificate_request, issue_leaf, new_leaf_key
 from protocol.errors import (
     HexcombError,
@@ -33,12 +35,12 @@ from protocol.errors import (
 from protocol.grpc_options import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from protocol.ids import Digest, LeaseId, PeerId, RoundId, Version
 from protocol.keys import Identity, peer_id_of
-from protocol.round import TrainSample
+from protocol.round import TrainSample, open_plan
 from protocol.tls import channel_options
 from protocol.v1 import control_pb2
 from protocol.v1.control_pb2_grpc import ControlServiceStub
 from protocol.wire import rollout_message, sample_message
-from tests.coordinator.office import DEADLINE_S, STOP_ID, Office, typed
+from tests.coordinator.office import DEADLINE_S, STOP_ID, Office, serving, typed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -67,6 +69,17 @@ async def test_two_versions_are_made(office: Office) -> None:
     assert await trainer.make_version(rollout) == 2
     books = office.core.books()
     assert (books.issued, books.trained) == (8, 8)
+
+
+async def test_the_plan_carries_the_wire_of_the_run_file(
+    grader: Grader, base: Path, make_home: Callable[[], Path]
+) -> None:
+    async with serving(grader, base, make_home, averaging={"wire": "bf16"}) as office:
+        trainer, rollout = await office.swarm()
+        await trainer.open_round(rollout)
+        signed = (await trainer.wait_for(RoundSealed)).plan
+        key = office.home.identity.public_bytes
+        assert open_plan(signed, coordinator_key=key, run_id=office.home.run_id).wire == "bf16"
 
 
 # Who may call

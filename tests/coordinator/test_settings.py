@@ -78,6 +78,7 @@ def test_every_section_arrives_in_the_rules() -> None:
         "batch": {"groups": 3, "group_size": 5, "max_concurrent_groups": 17},
         "optimizer": {"lr": 0.5, "warmup_versions": 2},
         "loss": {"preset": "icepop", "weight_low": 0.25, "aggregation": "dr_grpo"},
+        "averaging": {"wire": "bf16"},
         "nodes": {"trainers": 2, "rollouts": 3, "expected": 4, "settle_s": 1.5},
         "limits": {"heartbeat_s": 1.0, "lease_s": 2.0, "round_s": 3.0},
         "evaluation": {"every": 6},
@@ -91,6 +92,7 @@ def test_every_section_arrives_in_the_rules() -> None:
     assert (spec.optimizer.lr, spec.optimizer.warmup_versions) == (0.5, 2)
     assert (rules.num_trainers, rules.num_rollouts, rules.expected_nodes, rules.settle_s) == (2, 3, 4, 1.5)
     assert spec.loss == LossSpec("icepop", {"weight_low": 0.25}, "dr_grpo", "centred", 11)
+    assert spec.wire == "bf16"
     assert (spec.heartbeat_s, spec.lease_s, spec.round_s) == (1.0, 2.0, 3.0)
     assert (rules.evaluate_every, rules.stop_version) == (6, 9)
 
@@ -170,6 +172,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_that_would_be_valid(key: str
         ("loss", {"aggregation": "dr_grpo", "advantage": "standardised"}),
         ("loss.clip_low", 1.0),
         ("loss.dual_clip", 1.0),
+        ("averaging.wire", "f16"),
         ("nodes.trainers", 0),
         ("nodes.settle_s", float("inf")),
         ("limits.heartbeat_s", 0),
@@ -204,8 +207,9 @@ def test_a_run_file_without_a_loss_trains_by_the_default() -> None:
     assert spec.loss == LossSpec(max_tokens=spec.sampling.max_new_tokens)
     assert RunSpec.from_bytes(spec.to_bytes()) == spec
     before = msgspec.msgpack.decode(spec.to_bytes())
-    del before["loss"]  # as a coordinator of an earlier release sends it
-    assert RunSpec.from_bytes(msgspec.msgpack.encode(before)).loss == LossSpec()
+    del before["loss"], before["wire"]  # as a coordinator of an earlier release sends it
+    earlier = RunSpec.from_bytes(msgspec.msgpack.encode(before))
+    assert (earlier.loss, earlier.wire) == (LossSpec(), "f32")
 
 
 @pytest.mark.parametrize("preset", NUMBERS)

@@ -58,6 +58,15 @@ def test_a_plan_that_the_coordinator_did_not_sign_for_this_run_is_refused() -> N
             opened(bad)
 
 
+def test_a_wire_that_is_not_known_is_refused_and_none_is_float32() -> None:
+    content = msgspec.msgpack.decode(msgspec.msgpack.encode(dataclasses.replace(PLAN, wire="bf16")))
+    assert opened(signed_as_it_is(msgspec.msgpack.encode(content))).wire == "bf16"
+    with pytest.raises(RoundStaleError, match="wire"):
+        opened(signed_as_it_is(msgspec.msgpack.encode({**content, "wire": "f8"})))
+    del content["wire"]
+    assert opened(signed_as_it_is(msgspec.msgpack.encode(content))).wire == "f32"
+
+
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_signed_garbage_is_a_typed_error(payload: bytes) -> None:

@@ -66,13 +66,13 @@ def test_an_average_that_is_not_what_its_owner_says_is_refused(value: float, fac
 
 def test_a_part_arrives_whole_or_not_at_all() -> None:
     values = np.arange(6, dtype=np.float32)
-    intake = PartIntake(6, sender=A)
+    intake = PartIntake(6, "f32", sender=A)
     intake.write(0, values[:2].tobytes())
     with pytest.raises(PartRefusedError, match="ended after 8 of 24"):
         intake.finish()
     intake.write(8, values[2:].tobytes())
     np.testing.assert_array_equal(intake.finish(), values)
-    empty = PartIntake(0, sender=A)
+    empty = PartIntake(0, "f32", sender=A)
     empty.write(0, b"")
     assert len(empty.finish()) == 0
 
