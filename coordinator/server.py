@@ -13,23 +13,22 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import structlog
 
 from coordinator import canary
 from coordinator.announcements import Announcer
 from coordinator.authority import Authority
+from coordinator.base import read_base, read_base_canary, read_square_cost
 from coordinator.control_service import ControlService
 from coordinator.core.events import BaseRegistered, CapabilityLearned, CoordinatorStarted, InviteCreated, TimerFired
 from coordinator.core.facts import VersionCommitted
 from coordinator.core.handle import Core
 from coordinator.evaluations import Evaluations
 from coordinator.grader import Grader
-from coordinator.hearsay import canary_of, capability_in
+from coordinator.hearsay import capability_in
 from coordinator.home import CoordinatorHome
 from coordinator.http import make_app, serve_http
 from coordinator.join_service import JoinService, Registrar
@@ -45,12 +44,12 @@ from coordinator.work_service import WorkService
 from protocol.certificates import self_issued_leaf
 from protocol.directory.client import Directory
 from protocol.directory.messages import Start
-from protocol.errors import HexcombError, ModelMissingError, NotEnrolledError, PortInUseError, UsageError
+from protocol.errors import HexcombError, NotEnrolledError, PortInUseError, UsageError
 from protocol.grpc_options import JOIN_SERVER_OPTIONS, SERVER_OPTIONS
-from protocol.ids import Digest, InviteId, Version
+from protocol.ids import Digest, InviteId
 from protocol.invite import Invite, encode_invite, stored_secret
 from protocol.local_socket import answering
-from protocol.manifest import Body, Manifest, Seal, SignedManifest, sign_manifest
+from protocol.manifest import Manifest, Seal, SignedManifest, sign_manifest
 from protocol.private_files import write_private
 from protocol.tls import ServedLeaf, join_server_credentials, server_credentials
 from protocol.tokens import load_tokenizer
@@ -78,7 +77,8 @@ class Coordinator:
     def __init__(self, home: CoordinatorHome, run: RunFile, *, clock: Callable[[], int] = clock_ms) -> None:
         self._home, self._run, self._clock = home, run, clock
         self._body = read_base(run.base, home)
-        self._rules = run.rules(home.run_id, load_tokenizer(run.base))
+        square_cost = read_square_cost(run.base, self._body)
+        self._rules = run.rules(home.run_id, load_tokenizer(run.base), square_cost=square_cost)
         pin = environment_digest(self._rules.spec)
         self._journal = Journal(home.journal, run_id=home.run_id, environment=pin)
         core = Core(self._rules, self._journal.reader.recover())
@@ -314,28 +314,6 @@ class Coordinator:
     def _seal(self, fact: VersionCommitted, previous: Digest | None, now_ms: int) -> SignedManifest:
         seal = Seal(self._home.seed_secret(fact.version), previous, now_ms, fact.canary)
         return sign_manifest(self._home.identity, Manifest(fact.body, seal))
-
-
-def read_base(folder: Path, home: CoordinatorHome) -> Body:
-    """The base model's body, as this run's version 0. Raises `ModelMissingError` or `ManifestRefusedError`."""
-    path = folder / "body.msgpack"
-    if not path.is_file():
-        raise ModelMissingError(
-            f"the base model {folder} is not there",
-            why="it has no body.msgpack",
-            remedy=f"Make it with `hexcomb base create {folder}`, or name the right folder in the run file.",
-        )
-    base = Body.from_bytes(path.read_bytes())
-    return Body(home.run_id, Version(0), None, base.tensors, base.files, base.chunk_bytes, base.chunks, base.optimizer)
-
-
-def read_base_canary(folder: Path) -> tuple[float, ...]:
-    """What the base's maker computed of the probe; nothing where that is not there or not sound."""
-    path = folder / "canary.json"
-    try:
-        return canary_of(msgspec.json.decode(path.read_bytes(), type=list[float])) if path.is_file() else ()
-    except msgspec.DecodeError:
-        return ()
 
 
 def _port_in_use(name: str, host: str, port: int) -> PortInUseError:

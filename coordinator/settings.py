@@ -188,8 +188,8 @@ class RunFile(Section):
         """The environment as the organizer has it; nodes are told less."""
         return self.task.environment_spec(self._folder)
 
-    def rules(self, run_id: RunId, tokenizer: Tokenizer) -> Rules:
-        """What the core works by; stop ids and vocabulary are the base model's."""
+    def rules(self, run_id: RunId, tokenizer: Tokenizer, *, square_cost: float = 0.0) -> Rules:
+        """What the core works by; stop ids, vocabulary and `square_cost` are the base model's."""
         spec = RunSpec(
             run_id=run_id,
             name=self.name,
@@ -227,6 +227,7 @@ class RunFile(Section):
             evaluate_every=self.evaluation.every,
             stop_version=self.stop_version,
             curriculum=self._curriculum(),
+            square_cost=square_cost,
         )
 
     def _curriculum(self) -> Curriculum | None:

@@ -201,7 +201,7 @@ def _seal(turn: Turn, batch: Batch, peers: tuple[PeerId, ...]) -> None:
         max_lag=batch.max_lag,
         groups=batch.groups,
         members=members,
-        shares=divide(keys, [_length(turn, key) for key in keys], rates),
+        shares=divide(keys, [_cost(turn, key) for key in keys], rates),
         shards=split_evenly(sum(tensor.num_elements for tensor in body.tensors), peers),
         num_tokens=batch.num_tokens,
         sealed_ms=turn.now_ms,
@@ -223,9 +223,11 @@ def _seal(turn: Turn, batch: Batch, peers: tuple[PeerId, ...]) -> None:
     )
 
 
-def _length(turn: Turn, key: SlotKey) -> int:
+def _cost(turn: Turn, key: SlotKey) -> float:
+    """What the slot costs a trainer, by its completion: of prompts the core knows no length."""
     slot = turn.state.find(key)
-    return sum(length for _, length in slot.segments) if slot else 0
+    num_tokens = sum(length for _, length in slot.segments) if slot else 0
+    return num_tokens + turn.rules.square_cost * num_tokens * num_tokens
 
 
 def _reserve(turn: Turn, batch: Batch) -> list[SlotKey]:

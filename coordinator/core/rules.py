@@ -21,7 +21,8 @@ class Rules:
     rates); the first version waits for `num_trainers`. Roles are first given when `expected_nodes` have told their
     capability, or `settle_s` after the last newcomer. `max_concurrent` bounds running groups. Held-out accuracy is
     asked for at each multiple of `evaluate_every` and at the last version (0 = never). No round starts from
-    `stop_version`. With a `curriculum` rewards decide which pool the next tasks come from."""
+    `stop_version`. With a `curriculum` rewards decide which pool the next tasks come from. To a trainer a slot of L
+    tokens costs `L + square_cost * L * L`."""
 
     spec: RunSpec
     num_trainers: int | None = None
@@ -32,3 +33,4 @@ class Rules:
     evaluate_every: int = 0
     stop_version: int | None = None
     curriculum: Curriculum | None = None
+    square_cost: float = 0.0

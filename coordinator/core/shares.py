@@ -70,21 +70,22 @@ def share_of(
 
 
 def divide(
-    keys: Sequence[SlotKey], lengths: Sequence[int], rates: Mapping[PeerId, float]
+    keys: Sequence[SlotKey], costs: Sequence[float], rates: Mapping[PeerId, float]
 ) -> tuple[tuple[PeerId, tuple[SlotKey, ...]], ...]:
-    """Consecutive whole slots for each peer, whose tokens (`lengths`) are in proportion to `rates` to within one slot;
-    nobody goes empty if there are enough slots. A rate that is not positive counts as the smallest known."""
+    """Whole slots for each peer, so that peers of these `rates` are done at about the same time: the dearest slot
+    first, each to who would be done with it soonest (Graham's longest processing time first). Ties go to what comes
+    first; a share keeps the order of `keys`; nobody goes empty if there are enough slots. A rate that is not positive
+    counts as the smallest known."""
     known = [rate for rate in rates.values() if rate > 0 and math.isfinite(rate)]
     floor = min(known, default=1.0)
     weights = {peer: rate if rate > 0 and math.isfinite(rate) else floor for peer, rate in rates.items()}
-    tokens_per_weight = sum(lengths) / math.fsum(weights.values())
-    shares, stop, num_tokens, num_due = [], 0, 0, 0.0
-    for num_after, (peer, weight) in zip(reversed(range(len(weights))), weights.items(), strict=True):
-        start, num_due = stop, num_due + tokens_per_weight * weight
-        while stop < len(keys) - num_after:
-            if stop > start and num_after and num_tokens + lengths[stop] / 2 > num_due:
-                break
-            num_tokens += lengths[stop]
-            stop += 1
-        shares.append((peer, tuple(keys[start:stop])))
-    return tuple(shares)
+    loads = dict.fromkeys(weights, 0.0)
+    shares: dict[PeerId, list[int]] = {peer: [] for peer in weights}
+    empty = list(weights)
+    for num_dealt, index in enumerate(sorted(range(len(keys)), key=lambda index: -costs[index])):
+        empty = [peer for peer in empty if not shares[peer]]
+        may = empty if len(keys) - num_dealt <= len(empty) else weights
+        peer = min(may, key=lambda peer: (loads[peer] + costs[index]) / weights[peer])
+        loads[peer] += costs[index]
+        shares[peer].append(index)
+    return tuple((peer, tuple(keys[index] for index in sorted(share))) for peer, share in shares.items())

@@ -1,6 +1,12 @@
 """Gate 3: which tokens are live, what is dropped, and how a batch is shared out."""
 
+import math
+import random
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coordinator.core import shares
 from coordinator.core.effects import SendPlan
@@ -103,7 +109,8 @@ def test_a_bound_that_is_not_kept_would_be_seen(monkeypatch: pytest.MonkeyPatch)
         aged()
 
 
-keys = [SlotKey(Version(0), TaskKey("sums", 7, index), 0) for index in range(10)]
+def slots(num: int) -> list[SlotKey]:
+    return [SlotKey(Version(0), TaskKey("sums", 7, index), 0) for index in range(num)]
 
 
 @pytest.mark.parametrize(
@@ -114,18 +121,88 @@ keys = [SlotKey(Version(0), TaskKey("sums", 7, index), 0) for index in range(10)
         (10, (1e9, 1.0), (9, 1)),
         (10, (0.0, 1.0), (5, 5)),
         (10, (float("nan"), float("inf")), (5, 5)),
-        (3, (1.0, 1.0, 1.0, 1.0), (0, 1, 1, 1)),
+        (3, (1.0, 1.0, 1.0, 1.0), (1, 1, 1, 0)),
         (0, (1.0, 1.0), (0, 0)),
     ],
 )
 def test_division_by_rate(num_slots: int, rates: tuple[float, ...], expected: tuple[int, ...]) -> None:
     peers = {PeerId(name): rate for name, rate in zip("abcd", rates, strict=False)}
-    parts = divide(keys[:num_slots], [7] * num_slots, peers)
+    parts = divide(slots(num_slots), [7] * num_slots, peers)
     assert tuple(len(part) for _, part in parts) == expected
-    assert [key for _, part in parts for key in part] == keys[:num_slots]
+    assert sorted(key.task.index for _, part in parts for key in part) == list(range(num_slots))
 
 
-def test_division_is_by_tokens() -> None:
-    lengths = [100, 10, 10, 10, 10, 10, 10, 10, 10, 20]
-    parts = divide(keys, lengths, {PeerId("a"): 1.0, PeerId("b"): 1.0})
+def test_division_is_by_cost() -> None:
+    costs = [100, 10, 10, 10, 10, 10, 10, 10, 10, 20]
+    parts = divide(slots(10), costs, {PeerId("a"): 1.0, PeerId("b"): 1.0})
     assert [len(part) for _, part in parts] == [1, 9]
+
+
+@given(
+    costs=st.lists(st.floats(0, 1e12), max_size=60),
+    rates=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=8),
+)
+def test_every_slot_is_dealt_once_and_nobody_goes_empty_without_need(costs: list[float], rates: list[float]) -> None:
+    keys, peers = slots(len(costs)), {PeerId(f"p{index}"): rate for index, rate in enumerate(rates)}
+    parts = divide(keys, costs, peers)
+    assert [peer for peer, _ in parts] == list(peers)
+    assert sorted(key.task.index for _, part in parts for key in part) == list(range(len(keys)))
+    assert all(list(part) == sorted(part, key=lambda key: key.task.index) for _, part in parts)
+    assert sum(not part for _, part in parts) == max(0, len(rates) - len(costs))
+    assert divide(keys, costs, peers) == parts
+
+
+SPEEDS = (1.0, 2.0, 4.0)
+SMOLLM2_135M = 30 * 576 / 134_515_008
+
+
+def lengths_of(seed: int, num_slots: int) -> list[int]:
+    """Lognormal with sigma 1, about a median of 400 tokens, cut at 8192."""
+    chance = random.Random(seed)
+    return [min(8192, max(1, round(chance.lognormvariate(math.log(400), 1.0)))) for _ in range(num_slots)]
+
+
+def worst_finish(lengths: list[int], dealt: list[float], speeds: Sequence[float], *, square_cost: float) -> float:
+    """Longest finish time over the mean, where slots were dealt as if they cost `dealt`."""
+    keys = slots(len(lengths))
+    peers = {PeerId(f"p{index}"): speed for index, speed in enumerate(speeds)}
+    finish = [
+        sum(lengths[key.task.index] + square_cost * lengths[key.task.index] ** 2 for key in part) / peers[peer]
+        for peer, part in divide(keys, dealt, peers)
+    ]
+    return max(finish) / (sum(finish) / len(finish))
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    slots_per_member=st.integers(64, 200),
+    speeds=st.permutations(SPEEDS),
+    square_cost=st.sampled_from([0.0, 1e-5, SMOLLM2_135M]),
+)
+def test_members_of_unequal_speed_finish_together(
+    seed: int, slots_per_member: int, speeds: list[float], square_cost: float
+) -> None:
+    lengths = lengths_of(seed, slots_per_member * len(speeds))
+    costs = [length + square_cost * length**2 for length in lengths]
+    assert worst_finish(lengths, costs, speeds, square_cost=square_cost) <= 1.10
+
+
+def test_dealing_by_the_number_of_slots_would_be_seen() -> None:
+    """Negative control: most batches are then above the bound."""
+    batches = [lengths_of(seed, 192) for seed in range(20)]
+    worst = [worst_finish(lengths, [1.0] * 192, SPEEDS, square_cost=SMOLLM2_135M) for lengths in batches]
+    assert sum(ratio > 1.10 for ratio in worst) > 10
+
+
+@pytest.mark.parametrize(("square_cost", "expected"), [(0.0, [2, 2]), (1.0, [1, 3])])
+def test_a_round_deals_by_what_long_slots_cost(square_cost: float, expected: list[int]) -> None:
+    world = World(make_rules(square_cost=square_cost))
+    world.start(trainers=2)
+    grant = world.lease("r0", 4)
+    for slot, length in zip(grant.slots, (10, 6, 5, 4), strict=True):
+        world.submit(grant, slot, segments=((0, length),))
+        world.score(slot)
+    round_ = world.core.state.round
+    assert round_ is not None
+    assert [len(share) for _, share in round_.shares] == expected

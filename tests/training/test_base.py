@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from coordinator.server import read_base_canary
+from coordinator.base import read_base_canary
 from node.base import TinyShape, build_tiny_model, create_tiny_base
 from node.base_folder import CANARY_FILE, write_canary
 from node.training import evaluation
