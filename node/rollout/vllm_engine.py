@@ -20,13 +20,13 @@ from typing import Any
 from node.rollout.chunks import Cutter
 from node.rollout.engine import Chunk, Sample, SampleRequest, Segment
 from node.rollout.measured import look
-from node.rollout.memory import BLOCK_TOKENS, NO_LIMITS, Limits, Room
+from node.rollout.memory import NO_LIMITS, Limits, Room
 from node.rollout.model_files import ModelFacts, check_layout, read_layout, stage_model
 from node.rollout.vllm_process import EarlyContext, early_context
 from node.rollout.vllm_surroundings import (
     ENVIRONMENT,
-    NO_COMPILER,
     children_environment,
+    device_arguments,
     make_folder,
     no_collection,
     process_of,
@@ -200,17 +200,7 @@ class VllmEngine:
 
     def _launch(self, folder: Path, room: Room, early: EarlyContext | None) -> Any:
         """A running AsyncLLM on the checkpoint in `folder`."""
-        import torch
-
-        per_device: dict[str, Any] = {}
-        if not torch.cuda.is_available():
-            os.environ.update(NO_COMPILER)
-            per_device = {
-                "enforce_eager": True,
-                "block_size": BLOCK_TOKENS,  # the prefix cache works on short prompts too
-            }
-        elif self._limits.gpu_memory_share:
-            per_device = {"gpu_memory_utilization": self._limits.gpu_memory_share}
+        on_device = device_arguments(self._limits.gpu_memory_share)  # before the import, which looks at the environment
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -233,7 +223,7 @@ class VllmEngine:
                 scheduling_policy="priority",  # first come first served, but for what is scored
                 logits_processors=["node.rollout.vllm_extension:SeededNoise"],
                 worker_extension_cls=EXTENSION,
-                **per_device,
+                **on_device,
             )
             return AsyncLLM.from_engine_args(arguments)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from node import torch_guard
+from node.rollout.memory import BLOCK_TOKENS
 
 MAX_TEMP_PATH_CHARS = 45  # a socket's whole path may have 107, and vLLM's names for them are long
 
@@ -74,6 +75,16 @@ def children_environment(folder: Path, **more: str) -> Iterator[None]:
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+
+
+def device_arguments(gpu_memory_share: float) -> dict[str, Any]:
+    """What vLLM is told of the device; on a CPU it is also told to leave the compiler alone."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {"gpu_memory_utilization": gpu_memory_share} if gpu_memory_share else {}
+    os.environ.update(NO_COMPILER)
+    return {"enforce_eager": True, "block_size": BLOCK_TOKENS}  # so small that the prefix cache works on short prompts
 
 
 def release(engine: Any) -> None:
