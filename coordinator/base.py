@@ -42,8 +42,12 @@ def read_square_cost(folder: Path, body: Body) -> float:
     (Kaplan et al. 2020, table 1).
     """
     path = folder / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    num_layers, width = config.get("num_hidden_layers"), config.get("hidden_size")
+    try:
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError:  # whoever makes an engine of it says what is wrong
+        config = {}
+    said = config if isinstance(config, dict) else {}
+    num_layers, width = said.get("num_hidden_layers"), said.get("hidden_size")
     num_parameters = sum(tensor.num_elements for tensor in body.tensors)
     if not isinstance(num_layers, int) or not isinstance(width, int) or min(num_layers, width, num_parameters) <= 0:
         return 0.0

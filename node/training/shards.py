@@ -10,6 +10,7 @@ nothing a sender says about its own weight is read.
 Shape letters: S elements of one shard.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -102,29 +103,28 @@ def reduce_parts(parts: Sequence[Vector], *, divisor: int, wire: Wire = "f32") -
     is not finite then.
     """
     average_S = np.empty(len(parts[0]), np.float32)
-    squared_norm = 0.0
+    totals = np.empty(min(BLOCK_ELEMENTS, len(average_S)), np.float64)
     with np.errstate(over="ignore"):
         for start in range(0, len(average_S), BLOCK_ELEMENTS):
             where = slice(start, start + BLOCK_ELEMENTS)
-            total = parts[0][where].astype(np.float64)
+            block_S = average_S[where]
+            total_S = totals[: len(block_S)]
+            total_S[:] = parts[0][where]
             for part in parts[1:]:
-                total += part[where]
-            total /= divisor
-            average_S[where] = total
-            round_in_place(average_S[where], wire)
-            squared_norm += _squared_norm(average_S[where])
-    if not np.isfinite(squared_norm) or not np.isfinite(average_S).all():
+                total_S += part[where]
+            total_S /= divisor
+            block_S[:] = total_S
+            round_in_place(block_S, wire)
+    squared_norm = _squared_norm(average_S)
+    if not math.isfinite(squared_norm):
         raise EngineError("the averaged gradient is not finite", why=f"its sum is out of the range of {wire}")
     return Average(average_S, squared_norm)
 
 
 def check_average(average: Average) -> None:
     """Raises `PartRefusedError` unless what an owner sent is finite and has the norm that it says."""
-    expected = sum(
-        _squared_norm(average.gradient_S[start : start + BLOCK_ELEMENTS])
-        for start in range(0, len(average.gradient_S), BLOCK_ELEMENTS)
-    )
-    if not np.isfinite(average.gradient_S).all() or not np.isfinite(average.squared_norm):
+    expected = _squared_norm(average.gradient_S)
+    if not math.isfinite(expected) or not math.isfinite(average.squared_norm):
         raise PartRefusedError("an average was refused", why="it is not finite")
     if abs(average.squared_norm - expected) > NORM_TOLERANCE * expected + 1e-30:
         raise PartRefusedError("an average was refused", why="its norm is not the one that its owner says")
@@ -189,9 +189,15 @@ def round_order(round_id: RoundId) -> tuple[int, int]:
     return int(base), int(attempt)
 
 
-def _squared_norm(values: Vector) -> float:
-    wide = values.astype(np.float64)
-    return float(np.dot(wide, wide))
+def _squared_norm(values_S: Vector) -> float:
+    """In float64, where no sum of squares of float32 values overflows: it is finite where all of them are."""
+    squared_norm, wide = 0.0, np.empty(min(BLOCK_ELEMENTS, len(values_S)), np.float64)
+    for start in range(0, len(values_S), BLOCK_ELEMENTS):
+        block_S = values_S[start : start + BLOCK_ELEMENTS]
+        wide_S = wide[: len(block_S)]
+        wide_S[:] = block_S
+        squared_norm += float(np.dot(wide_S, wide_S))
+    return squared_norm
 
 
 def _scale(values: Vector) -> float:

@@ -76,13 +76,7 @@ def _figures_of_group(turns: Sequence[Turn], name: str) -> list[Figure]:
             unit="x",
             anchor=f"{_shown(ours, lambda turn: turn.whole_s)}: weights and moments on disk, canary; {against}",
         ),
-        at_least(
-            f"{name} averaging, times as fast as bare gRPC",
-            bare_s / plain,
-            0.8,
-            unit="x",
-            anchor=beside,
-        ),
+        at_least(f"{name} averaging, times as fast as bare gRPC", bare_s / plain, 0.8, unit="x", anchor=beside),
         reported(f"{name} with step and state, to bare gRPC", bare_s / stepped, unit="x", anchor=beside),
         reported(f"{name} averaging, to gloo", gloo_s / plain, unit="x", anchor=f"plain TCP: {_shown(gloo)}"),
         at_least(

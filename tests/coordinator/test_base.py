@@ -37,3 +37,9 @@ def test_attention_costs_by_depth_width_and_size(
     assert read_square_cost(tmp_path, BODY) == expected
     rules = parse_run_file(MINIMAL).rules(RunId("ab" * 16), TOKENIZER, square_cost=expected)
     assert rules.square_cost == expected
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b"null"])
+def test_a_config_that_cannot_be_read_says_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert read_square_cost(tmp_path, BODY) == 0.0
