@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import numpy as np
 
-from node.training.links import MESSAGE_BYTES
 from node.training.optimizer import Vector, bytes_of
+from node.training.wire import MESSAGE_BYTES
 from protocol.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
 from protocol.heap import steady_heap
 from protocol.ids import PeerId

@@ -13,9 +13,9 @@ import torch
 
 from node.base import TinyShape, build_tiny_model
 from node.training.gradient import batch_gradient
-from node.training.links import MESSAGE_BYTES
 from node.training.optimizer import Vector, bytes_of
 from node.training.shards import PartIntake, reduce_parts
+from node.training.wire import MESSAGE_BYTES
 from protocol.ids import PeerId
 from protocol.round import split_evenly
 from tests.bench.table import Figure, at_least, at_most
@@ -47,7 +47,7 @@ def average_in(parts: Sequence[Vector], num_shards: int, message_bytes: int, *, 
 
 
 def _arrived(part_S: Vector, message_bytes: int) -> Vector:
-    intake, data = PartIntake(len(part_S), sender=SENDER), bytes_of(part_S)
+    intake, data = PartIntake(len(part_S), "f32", sender=SENDER), bytes_of(part_S)
     for offset in range(0, len(data), message_bytes):
         intake.write(offset, bytes(data[offset : offset + message_bytes]))
     return intake.finish()
