@@ -59,13 +59,17 @@ class EarlyProcess(SpawnProcess):
         self._job = (target, kwargs)
 
     def start(self) -> None:
-        """Has it run what it was given. Raises `OSError` if it has ended before."""
+        """Has it run what it was given. Raises `OSError`, which says how it ended, if it has ended before."""
         if self._writer is None:
             super().start()
             return
-        with self._writer as writer:
-            writer.send(dict(os.environ))
-            writer.send(self._job)
+        try:
+            with self._writer as writer:
+                writer.send(dict(os.environ))
+                writer.send(self._job)
+        except BrokenPipeError as error:
+            self.join()
+            raise OSError(f"its process ended while it imported vLLM, with status {self.exitcode}") from error
 
     def discard(self) -> None:
         """Ends it: there is nothing to run."""
@@ -99,7 +103,8 @@ def early_context(folder: Path) -> Iterator[EarlyContext | None]:
         yield None
         return
     preload = os.environ.get("LD_PRELOAD") or ":".join(preloaded())
-    with children_environment(folder, LD_PRELOAD=preload, **NO_COMPILER):
+    compiler = {name: os.environ.get(name, value) for name, value in NO_COMPILER.items()}
+    with children_environment(folder, LD_PRELOAD=preload, **compiler):
         early = EarlyProcess.begin()
     try:
         yield EarlyContext(early, preload)

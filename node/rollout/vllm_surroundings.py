@@ -83,7 +83,8 @@ def device_arguments(gpu_memory_share: float) -> dict[str, Any]:
 
     if torch.cuda.is_available():
         return {"gpu_memory_utilization": gpu_memory_share} if gpu_memory_share else {}
-    os.environ.update(NO_COMPILER)
+    for name, value in NO_COMPILER.items():
+        os.environ.setdefault(name, value)
     return {"enforce_eager": True, "block_size": BLOCK_TOKENS}  # so small that the prefix cache works on short prompts
 
 
