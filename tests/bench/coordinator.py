@@ -1,24 +1,10 @@
 """`make bench-coordinator`: all figures of the coordinator in one table; status 1 if one misses its threshold."""
 
-import importlib
-import json
 import sys
-from dataclasses import asdict
 
-from tests.bench.parts import run_parts
+from tests.bench.parts import main
 
 PARTS = ("simulation", "throughput", "scale", "resume", "recovery")
 
-
-def main(arguments: list[str]) -> int:
-    """Status 0 if every threshold was reached. `--part NAME` measures one part and prints it as JSON; names of parts
-    choose them."""
-    if arguments[:1] == ["--part"]:
-        figures = importlib.import_module(f"tests.bench.{arguments[1]}").figures()
-        print(json.dumps([asdict(figure) for figure in figures]))
-        return 0
-    return run_parts("tests.bench.coordinator", arguments, PARTS)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main("tests.bench.coordinator", sys.argv[1:], PARTS))

@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from node.rollout.vllm_process import EarlyProcess
+from node.rollout.vllm_surroundings import process_of
 from protocol.errors import EngineError
 from protocol.ids import Version
 from tests.engine.checks import (
@@ -50,6 +52,7 @@ async def test_an_untied_model_from_start_to_loss_or_close(kind: str, untied_mod
     await collect(engine, some_requests(1, length=2))
     started = engine_processes() - before
     if kind == "vllm":
+        assert isinstance(process_of(engine._engine), EarlyProcess), "what vLLM preloads is not what was guessed"
         for process in started:
             process.kill()
         async with asyncio.timeout(EVENT_DEADLINE_S):
